@@ -57,7 +57,7 @@ class AppendingForward(PlannedForward):
         self.steps = StepTracker(
             expected,
             self._held.lengths,
-            memory.cut_short,
+            memory.recovery.cut_short,
         )
         self._tiered = tiered
         self._dense = dense
@@ -95,8 +95,8 @@ class AppendingForward(PlannedForward):
         memory = self.memory
         with memory.lock:
             memory.follow()
-            if memory.has_garbage:
-                memory.collect()
+            if memory.recovery.has_garbage:
+                memory.recovery.collect()
             begins = self._step != self.steps.count
             if begins:
                 self._begin_step(keys.shape[2] if keys.dim() == 4 else 0)
@@ -165,8 +165,8 @@ class AppendingForward(PlannedForward):
         memory, owner = self.memory, self._held.owner
         with memory.lock:
             memory.follow()
-            if memory.has_garbage:
-                memory.collect()
+            if memory.recovery.has_garbage:
+                memory.recovery.collect()
             old, claims, rooms = self.readers.get(index), dict(owner.claims), dict(self._rooms)
             new = self._make_layer(index, keys, values)
             new.layer.carries_graph = graph
@@ -286,8 +286,8 @@ class AppendingForward(PlannedForward):
         if index not in self.readers:
             with self.steps.changing():  # noqa: SIM117 - a test takes each lock away in turn
                 with self.memory.lock:
-                    if self.memory.has_garbage:
-                        self.memory.collect()
+                    if self.memory.recovery.has_garbage:
+                        self.memory.recovery.collect()
                     self._new_layer(index, *in_one_dtype(keys, values))
 
     def _new_layer(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> LayerReader:
@@ -335,8 +335,8 @@ class AppendingForward(PlannedForward):
         tokens = keys.shape[2]
         with self.memory.lock:
             self.memory.follow()
-            if self.memory.has_garbage:
-                self.memory.collect()
+            if self.memory.recovery.has_garbage:
+                self.memory.recovery.collect()
             self._begin_step(tokens)
             for device in self._held.devices():
                 first = self._held.layers_on(device)[0]

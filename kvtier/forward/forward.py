@@ -204,8 +204,8 @@ class Forward(AppendingForward):
         """
         with self.steps.changing():  # noqa: SIM117 - a test takes each lock away in turn
             with self.memory.lock:
-                if self.memory.has_garbage:
-                    self.memory.collect()
+                if self.memory.recovery.has_garbage:
+                    self.memory.recovery.collect()
                 sequence = parked.park({i: reader.layer for i, reader in self.readers.items()}, row, length, start)
                 for device in self._held.devices():
                     self._changed(device)
@@ -231,8 +231,8 @@ class Forward(AppendingForward):
         assert not self.readers, "a cache that holds tokens"
         with self.steps.changing():  # noqa: SIM117 - a test takes each lock away in turn
             with self.memory.lock:
-                if self.memory.has_garbage:
-                    self.memory.collect()
+                if self.memory.recovery.has_garbage:
+                    self.memory.recovery.collect()
                 try:
                     length = parked.follow(rows, length, make)
                 except Exception:
@@ -259,8 +259,8 @@ class Forward(AppendingForward):
         layers = {i: reader.layer for i, reader in self.readers.items()}
         with self.steps.changing():  # noqa: SIM117 - a test takes each lock away in turn
             with self.memory.lock:
-                if self.memory.has_garbage:
-                    self.memory.collect()
+                if self.memory.recovery.has_garbage:
+                    self.memory.recovery.collect()
                 try:
                     length = parked.follow_on(sequence, length, layers)
                 except Exception:

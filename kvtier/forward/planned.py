@@ -59,7 +59,7 @@ class PlannedForward:
         self._held = Held(memory)
         # Not this object: what it holds is given back when nobody uses it any more, layers and views included. Made
         # before anything is held, for this may be cut short.
-        self._finalizer = weakref.finalize(self, memory.abandon, self._held.release)
+        self._finalizer = weakref.finalize(self, memory.recovery.abandon, self._held.release)
         self._finalizer.atexit = False  # the process gives its memory back anyway
         # An interrupt in the midst of the finalizer, which is Python, costs it: the memory looks itself then.
         self._held.user = weakref.ref(self)

@@ -76,7 +76,7 @@ class NextToken:
                 done = (
                     tails is layer._tails
                     and tails.version == self._blocks.version
-                    and not memory.has_garbage
+                    and not memory.recovery.has_garbage
                     and tails.last.repeat(keys, values, offset)
                 )
                 if done:

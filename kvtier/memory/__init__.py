@@ -10,7 +10,7 @@ admission.py  whether the budgets hold what owners claim, when one claims more o
 limits.py     what budgets that are given as options are in bytes
 usage.py      what the tiers hold, for statistics
 integrity.py  whether everything that is counted twice agrees
-recovery.py   everything made again from the runs, after a change was cut short
+recovery.py   `Recovery`: what dropped caches held, and everything made again after a change was cut short
 measured.py   what is stored of a machine, for plans
 tiered.py     `TieredMemory`, which puts them together
 

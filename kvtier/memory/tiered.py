@@ -7,7 +7,6 @@ import copy
 import itertools
 import sys
 import weakref
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
@@ -19,14 +18,15 @@ from kvtier.config import MemoryOptions, Size, checks_names
 from kvtier.cpu import loader
 from kvtier.errors import ClosedError, ConfigError, MemoryInUseError
 from kvtier.forks import heed, inherited
-from kvtier.memory import integrity, limits, measured, recovery, usage
-from kvtier.memory.access.change import Change, ask, undone
+from kvtier.memory import integrity, limits, measured, usage
+from kvtier.memory.access.change import Change, ask
 from kvtier.memory.access.lock import new_lock
 from kvtier.memory.access.readers import Readers
 from kvtier.memory.admission import Admission
 from kvtier.memory.blocks.audit import Audit
 from kvtier.memory.blocks.block import BlockSet, State
 from kvtier.memory.owner import Owner
+from kvtier.memory.recovery import Recovery
 from kvtier.memory.storage.buffers import IoBuffers, Workspace
 from kvtier.memory.storage.layout import BlockLayout
 from kvtier.memory.storage.pool import BlockPool
@@ -37,7 +37,7 @@ from kvtier.planning.admission import Claim
 from kvtier.planning.policies.names import PolicyName, policy_of
 from kvtier.planning.policy import Policy
 from kvtier.planning.rates import Rates
-from kvtier.stats import NO_TIER, CacheStats, Counters, TierStats
+from kvtier.stats import CacheStats, Counters, TierStats
 from kvtier.transfer.cuda import CudaTransfers
 from kvtier.transfer.engine import InlineTransfers, TransferEngine
 
@@ -106,13 +106,10 @@ class TieredMemory:
         self.options = options
         self.policy = policy
         self.lock = new_lock()
-        #: Around a change that no `Guard` is around, within the lock; it collects first.
-        self.change = Change(self, self.follow)
         self.readers = Readers(self.lock, self.follow)
         #: Compares blocks in host memory with what was written; None: nobody does.
         self.audit = Audit(options.audit) if options.audit else None
         self.closed = False
-        self.interrupted = False
         #: Made by one cache for itself, which refuses a second thread: nobody reads while another thread changes it.
         self.private = False
         #: Blocks that nobody is promised, which go where room is needed.
@@ -131,21 +128,25 @@ class TieredMemory:
         self._devices: dict[torch.device, ComputeDevice] = {}
         #: By the name of a device, what is stored of it: what `calibrate` has measured; None: nothing.
         self.rates: dict[str, Rates | None] = {}
-        self._abandoned: deque[Callable[[], object]] = deque()
         self._totals = Counters()
         self._peaks: dict[str, TierStats] = {}
         self._host: HostTier | None = None
         self._admission = Admission(self._devices, self._owners, self.parked, self.conceding, self.readers)
+        #: What dropped caches held, and what was cut short.
+        self.recovery = Recovery(self.lock, self.readers, lambda: self._host, self._devices, self._owners, self.parked)
+        #: Around a change that no `Guard` is around, within the lock; it collects first.
+        self.change = Change(self.recovery, self.follow)
         heed(self)
 
     def forked(self) -> None:
         """As of `Inherited`: a thread that is not here may be at a change."""
         before, self.lock = self.lock, inherited(self.lock, new_lock)
+        self.recovery.lock = self.lock
         self.readers.forked(self.lock)
         for device in self._devices.values():
             device.engine.forked()
         if self.change.forked() or self.lock is not before:
-            self.interrupted = True
+            self.recovery.interrupted = True
 
     def set_up(self, engine: EngineFactory, *, poison: bool = False) -> None:
         """Use other transfer engines, and poison free slots, from the first use on (tests)."""
@@ -186,71 +187,22 @@ class TieredMemory:
 
     def leave(self, owner: Owner) -> None:
         """An owner whose sets are empty gives back everything else. The caller holds the lock."""
-        for workspace in owner.workspaces.values():
-            workspace.release()
-        for buffers in owner.io_buffers.values():
-            buffers.release()
-        for device in self._devices.values():
-            device.reclaimable[:] = [x for x in device.reclaimable if x not in owner.workspaces.values()]
-        if self._host is not None:
-            mine = [*owner.workspaces.values(), *owner.io_buffers.values()]
-            self._host.reclaimable[:] = [x for x in self._host.reclaimable if x not in mine]
+        mine: list[Workspace | IoBuffers] = [*owner.workspaces.values(), *owner.io_buffers.values()]
+        for each in mine:
+            each.release()
+        for reclaimable in (x.reclaimable for x in (*self._devices.values(), self._host) if x is not None):
+            reclaimable[:] = [each for each in reclaimable if each not in mine]
         owner.claims.clear()
         if self._owners.pop(owner.number, None) is not None:
             self._totals.add(owner.counters)
         owner.release = None  # it refers to who has it
         self.trim(all_free=True)
 
-    def abandon(self, release: Callable[[], object]) -> None:
-        """Let `release`, which gives up what a dropped cache held, run under the lock: now, or when it is free, and
-        again where it returns False, once others were released.
-
-        Garbage is collected at any moment, perhaps by a thread that holds the lock.
-        """
-        self._abandoned.append(release)
-        if self.lock._is_owned() or self.readers.mine():
-            return  # in the midst of a change, or of an attention call that reads what nobody owns any more
-        try:
-            if self.lock.acquire(blocking=False):
-                self.collect()
-        except BaseException as error:
-            self.interrupted = self.interrupted or not undone(error)
-            raise
-        finally:
-            try:  # noqa: SIM105 - the first call: see `kvtier.memory.access.lock`
-                self.lock.release()
-            except RuntimeError:
-                pass  # another thread's
-
-    def collect(self) -> None:
-        """Give up what dropped caches held, and after an interrupt what nobody owns. The caller holds the lock.
-
-        May be cut short itself, if the caller then sets `interrupted`: the next call does it again.
-        """
-        if self.interrupted:
-            self._find_abandoned()
-            self._recover()
-        waiting = 0
-        while waiting < len(self._abandoned):
-            if self._abandoned[0]() is False:
-                self._abandoned.rotate(-1)
-                waiting += 1
-            else:
-                self._abandoned.popleft()
-                waiting = 0
-
-    def _find_abandoned(self) -> None:
-        """Whose user is gone and who was not heard of: an interrupt came in the midst of that."""
-        for owner in self._owners.values():
-            gone = owner.user is not None and owner.user() is None
-            if gone and owner.release is not None and owner.release not in self._abandoned:
-                self._abandoned.append(owner.release)
-
     def mend(self) -> None:
-        """As `collect` after an interrupt, for those who are about to read, or to change blocks of their own; not while
-        they read, for it would free what they read. The caller holds the lock."""
+        """As `Recovery.collect` after an interrupt, for those who are about to read, or to change blocks of their own;
+        not while they read, for it would free what they read. The caller holds the lock."""
         self.follow()
-        if self.interrupted and not self.readers.mine():
+        if self.recovery.interrupted and not self.readers.mine():
             with self.change:
                 pass  # it collects first
 
@@ -259,16 +211,6 @@ class TieredMemory:
         Whoever reads or changes blocks calls this first. The caller holds the lock."""
         for device in self._devices.values():
             device.engine.follow()
-
-    def cut_short(self) -> None:
-        """A change of a cache was cut short by what is not an `Exception`, in this thread."""
-        self.interrupted = True
-        self.readers.cut_short()
-
-    @property
-    def has_garbage(self) -> bool:
-        """Whether `collect` has anything to do."""
-        return bool(self._abandoned) or self.interrupted
 
     # Devices
 
@@ -286,17 +228,10 @@ class TieredMemory:
             host = self.host
             if device.type == "cuda" and host.slabs.lock_for is None:
                 host.slabs.lock_for = device
-            found = ComputeDevice(
-                device,
-                limit,
-                host,
-                self._engine(device),
-                self.policy,
-                self.readers,
-                audit=self.audit,
-                poison=self._poison,
+            engine = self._engine(device)
+            found = self._devices[device] = ComputeDevice(
+                device, limit, host, engine, self.policy, self.readers, audit=self.audit, poison=self._poison
             )
-            self._devices[device] = found
             found.engine.follow()
         return found
 
@@ -396,7 +331,7 @@ class TieredMemory:
             while any(slabs.budget.goal is not None for slabs in self._tier_slabs()):
                 self.readers.pause()  # another thread gives budgets, and waits for readers
             self.check_open()
-            self.collect()
+            self.recovery.collect()
             given: dict[SlabAllocator, int] = {}
             if device_budget is not None:
                 given |= limits.of_devices(options, device_budget, self._devices)
@@ -409,11 +344,9 @@ class TieredMemory:
         """Give back slabs that are wholly free: all, or where much is free. The caller holds the lock."""
         if self._host is None:
             return
-        pools: list[BlockPool] = list(self._host.pools.values())
         for device in self._devices.values():
             device.poll()
-            pools += device.device_pools
-        for pool in pools:
+        for pool in self._all_pools():
             if all_free or pool.free > max(pool.used // 4, 8):
                 pool.retire_free()
 
@@ -434,8 +367,8 @@ class TieredMemory:
             if self.closed:
                 return
             if self._owners:
-                self._find_abandoned()
-                self.collect()
+                self.recovery.find_abandoned()
+                self.recovery.collect()
             if self._owners:
                 raise MemoryInUseError(
                     f"This TieredMemory is in use: caches, stores, engines that are not closed: {len(self._owners)}. "
@@ -481,14 +414,6 @@ class TieredMemory:
             if error is None:
                 raise
             error.add_note(str(in_use))  # what went wrong first is what counts
-
-    def _recover(self) -> None:
-        """After a change was cut short: settle every copy, and free all that nobody has."""
-        while self.readers.wait():
-            pass  # other threads read slots that nobody owns any more
-        self._drain()
-        recovery.recover(self._host, self.devices, self.owners, self.parked)
-        self.interrupted = False
 
     def drain(self) -> None:
         """Block until no copy is under way, and give back what is free then."""
@@ -548,13 +473,7 @@ class TieredMemory:
 
     def _tiers(self) -> dict[str, TierStats]:
         if self._host is None:
-            gone = self._peaks or {"device": NO_TIER, "host": NO_TIER}
-            given = {"device": self.options.device_bytes(), "host": self.options.host_bytes()}
-            budgets = {name: given[name] or last.budget for name, last in gone.items()}
-            if not (budgets["host"] or self.closed):  # "auto", or a share: what it would be if it were used now
-                with contextlib.suppress(ConfigError):  # a full machine leaves nothing: an error for the first forward
-                    budgets["host"] = limits.of_host(self.options, 0)
-            return {name: TierStats(budgets[name], 0, last.peak_bytes, 0, 0, 0, 0, 0) for name, last in gone.items()}
+            return usage.unused(self.options, self._peaks, closed=self.closed)
         device, host = usage.tiers(self._host, self.devices, self.owners)
         if not device.budget and (given_bytes := self.options.device_bytes()):
             device = replace(device, budget=given_bytes)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import contextlib
+from collections.abc import Collection, Mapping, Sequence
 
+from kvtier.config import MemoryOptions
+from kvtier.errors import ConfigError
+from kvtier.memory import limits
 from kvtier.memory.owner import Owner
 from kvtier.memory.storage.pool import BlockPool
 from kvtier.memory.storage.slabs import SlabAllocator
@@ -24,6 +28,23 @@ def tiers(host: HostTier, devices: Sequence[ComputeDevice], owners: Sequence[Own
         _tier(slabs, pools, on_device) if slabs else NO_TIER,
         _tier([host.slabs], host.pools.values(), on_host, buffers),
     )
+
+
+def unused(options: MemoryOptions, last: Mapping[str, TierStats], *, closed: bool) -> dict[str, TierStats]:
+    """The tiers of a memory that nobody uses: the budgets that they would have, and the peaks that they had.
+
+    Args:
+        options: of the memory.
+        last: what the tiers held when they were given back; empty: they were never used.
+        closed: nobody will use it any more.
+    """
+    last = last or {"device": NO_TIER, "host": NO_TIER}
+    given = {"device": options.device_bytes(), "host": options.host_bytes()}
+    budgets = {name: given[name] or tier.budget for name, tier in last.items()}
+    if not (budgets["host"] or closed):  # "auto", or a share: what it would be if it were used now
+        with contextlib.suppress(ConfigError):  # a full machine leaves nothing: an error for the first forward
+            budgets["host"] = limits.of_host(options, 0)
+    return {name: TierStats(budgets[name], 0, tier.peak_bytes, 0, 0, 0, 0, 0) for name, tier in last.items()}
 
 
 def _tier(

@@ -234,7 +234,7 @@ class Loop:
         next one repairs it."""
         self._requests.books.interrupted = True
         if not isinstance(error, Exception):
-            self._memory.cut_short()
+            self._memory.recovery.cut_short()
 
     def _give_up_all(self, error: BaseException) -> None:
         self._cut_short(error)

@@ -37,7 +37,7 @@ from kvtier.hf.models.identity import dependence
 from kvtier.memory.admission import Admission
 from kvtier.memory.blocks import residency
 from kvtier.memory.blocks.audit import Audit
-from kvtier.memory.tiered import TieredMemory
+from kvtier.memory.recovery import Recovery
 from kvtier.tables.parked.sequences import ParkedSequences
 from kvtier.tables.table import BlockTable
 from kvtier.transfer.engine import Transfer
@@ -72,7 +72,7 @@ MUTATIONS: dict[str, Mutation] = {
     "a shared head counts no references": edit(BlockTable, "head", "run.refs += 1", "pass"),
     "a tail that is cut out counts no references": edit(BlockTable, "tail", "run.refs += 1", "pass"),
     "blocks that hold other bytes are read": gone(Audit, "_compare"),
-    "nothing is repaired after an interrupt": gone(TieredMemory, "_recover"),
+    "nothing is repaired after an interrupt": gone(Recovery, "_repair"),
     "a budget admits everything": edit(Admission, "_admit", "if demanded(limit) > limit:", "if False:"),
     "what a cache continues is not cropped": edit(
         ParkedSequences, "follow", "table.crop(length, kv.layout.block_size, layer.device.free)", "pass"

@@ -159,7 +159,7 @@ def cut_short(at: Decoding) -> bool:
 
 
 def with_garbage(at: Decoding) -> bool:
-    at.cache._forward.memory.interrupted = True
+    at.cache._forward.memory.recovery.interrupted = True
     return at.takes()
 
 
@@ -178,7 +178,7 @@ CHANGES: dict[str, tuple[Callable[[Decoding], bool], str]] = {
     "of another thread": (of_another_thread, "steps.owner != me[0] or"),
     "in use": (in_use, "or holder.setdefault(0, me) is not me"),
     "cut short": (cut_short, "if guard.broken:"),
-    "with garbage": (with_garbage, "and not memory.has_garbage"),
+    "with garbage": (with_garbage, "and not memory.recovery.has_garbage"),
 }
 
 

@@ -26,6 +26,7 @@ from kvtier.memory.access.readers import Readers
 from kvtier.memory.admission import Admission
 from kvtier.memory.blocks import residency
 from kvtier.memory.blocks.block import Move
+from kvtier.memory.recovery import Recovery
 from kvtier.memory.storage.buffers import IoBuffers, Workspace
 from kvtier.memory.storage.pool import BlockPool
 from kvtier.memory.storage.slabs import Budget
@@ -72,7 +73,7 @@ class Turns:
     def install(self, memory: TieredMemory) -> None:
         """Let an unused memory take turns."""
         assert memory._host is None
-        memory.lock = self.lock  # type: ignore[assignment]
+        memory.lock = memory.recovery.lock = self.lock  # type: ignore[assignment]
         memory.readers._lock = self.lock  # type: ignore[assignment]
         memory.readers._ended = SteppedCondition(self)  # type: ignore[assignment]
 
@@ -221,14 +222,13 @@ LOCKED: dict[type, tuple[str, ...]] = {
             "io_buffers",
             "admit",
             "leave",
-            "collect",
             "trim",
-            "_recover",
             "_tiers",
             "_drain",
             "check_open",
         ]
     ),
+    Recovery: ("collect", "find_abandoned", "_repair"),
     Admission: ("admit", "resize"),
     DeviceTier: ("block_set", "drop_set", "fence", "obtainable", "poll", "settle", "close"),
     Eviction: ("write_back", "evict", "evict_from", "evict_run", "leave", "cancel"),

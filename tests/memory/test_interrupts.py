@@ -192,7 +192,7 @@ def early(world: World) -> None:
 def pack(world: World) -> None:
     """Somebody needs what is free."""
     with world.memory.lock, world.memory.change:
-        world.memory.collect()
+        world.memory.recovery.collect()
         device = world.memory.devices[0]
         device.make_room(10 * SLOT)
         world.memory.host.make_room(world.memory.host.slabs.budget.free + 2 * SLOT)
@@ -203,8 +203,8 @@ def drop(world: World) -> None:
     forward = world.mine._forward
     forward._finalizer.detach()
     forward.closed = True
-    world.memory._abandoned.append(forward._held.release)
-    world.memory.abandon(lambda: None)
+    world.memory.recovery._abandoned.append(forward._held.release)
+    world.memory.recovery.abandon(lambda: None)
 
 
 ACTS: dict[str, Callable[[World], None]] = {

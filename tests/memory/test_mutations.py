@@ -41,6 +41,7 @@ from kvtier.memory.access.readers import Readers, ReadFence
 from kvtier.memory.admission import Admission
 from kvtier.memory.blocks import residency
 from kvtier.memory.blocks.block import BlockSet
+from kvtier.memory.recovery import Recovery
 from kvtier.memory.storage.buffers import IoBuffers, Workspace
 from kvtier.memory.storage.pool import BlockPool
 from kvtier.memory.storage.slabs import SlabAllocator
@@ -180,11 +181,11 @@ ALONE: dict[str, Mutation] = {
     "nobody is told that a fetch failed": edit(Transfer, "settle", "error is None else self._on_failed", "True else 0"),
     "an append that failed leaves its blocks": edit(LayerKV, "append", "self._trim(self.length)", "pass"),
     # what is given back
-    "a cache that is closed leaves its workspace": edit(TieredMemory, "leave", "workspace.release()", "pass"),
+    "a cache that is closed leaves its workspace": edit(TieredMemory, "leave", "each.release()", "pass"),
     "a cache that is closed leaves its claims": edit(
         TieredMemory, "leave", "if self._owners.pop(owner.number, None) is not None:", "if False:"
     ),
-    "a cache that is dropped keeps what it has": gone(TieredMemory, "abandon"),
+    "a cache that is dropped keeps what it has": gone(Recovery, "abandon"),
     "a workspace in use is given back": edit(
         Workspace, "release_idle", "0 if self.in_use else self.nbytes", "self.nbytes"
     ),

@@ -400,7 +400,7 @@ class Walk:
         self.members.clear()
         gc.collect(1)
         with self.memory.lock, self.memory.change:
-            self.memory.collect()
+            self.memory.recovery.collect()
             for parked in self._parked_in.values():
                 parked.check_integrity()
                 parked.close()

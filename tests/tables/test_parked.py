@@ -251,6 +251,6 @@ def test_what_an_interrupt_left_counted_wrong_is_counted_again() -> None:
             run.refs += 1  # as in the midst of a fork
         for run in lost.tables[0].resolve():
             run.refs -= 1
-        memory.interrupted = True
+        memory.recovery.interrupted = True
         check(memory, parked)
         assert torch.equal(cache.layers[0].keys.dense(), x)

@@ -490,8 +490,8 @@ def interrupted(model: StreamModel) -> None:
         pool = first.blocks.pools.device
         assert pool is not None
         assert pool.held == 3
-        slots.memory.interrupted = True
-        slots.memory.collect()
+        slots.memory.recovery.interrupted = True
+        slots.memory.recovery.collect()
         assert pool.held == 0
         assert slots.fetch(first) == 3
 

@@ -107,7 +107,7 @@ class Kept:
         with memory.lock, memory.change:
             self.parked = ParkedSequences(memory)
         # Who drops this on a memory of others gives back what it held, once nothing of it is being saved.
-        self._finalizer = weakref.finalize(self, memory.abandon, self.parked.abandon)
+        self._finalizer = weakref.finalize(self, memory.recovery.abandon, self.parked.abandon)
         self._finalizer.atexit = False
         # An interrupt in the midst of the finalizer, which is Python, costs it: the memory looks itself then.
         self.parked.owner.user, self.parked.owner.release = weakref.ref(self), self.parked.abandon

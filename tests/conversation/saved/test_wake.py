@@ -377,7 +377,7 @@ def test_a_store_ends_in_the_midst_of_a_wake(how: str, tmp_path: Path, monkeypat
         while (gone() is not None or memory.owners) and time.monotonic() < deadline:
             time.sleep(0.01)
             with memory.lock, memory.change:
-                memory.collect()
+                memory.recovery.collect()
         assert gone() is None
     else:
         store.close()

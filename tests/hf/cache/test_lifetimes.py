@@ -42,7 +42,7 @@ def test_a_layer_and_its_views_outlive_the_cache(shared: bool) -> None:
         del layer, view
         gc.collect()
         with memory.lock:
-            memory.collect()
+            memory.recovery.collect()
         assert memory.stats.host.used_blocks == memory.stats.device.used_blocks == 0
         memory.close()
 

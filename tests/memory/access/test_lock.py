@@ -136,7 +136,7 @@ def test_a_cache_that_is_dropped_while_an_interrupt_comes_leaves_the_lock_free(b
             holder.start()
             ready.acquire()
         with tracer.traced():
-            memory.abandon(lambda: done.append(1))
+            memory.recovery.abandon(lambda: done.append(1))
         assert not memory.lock._is_owned()
         if busy:
             over.release()
@@ -173,24 +173,24 @@ def test_what_a_dropped_cache_held_is_kept_while_its_thread_reads() -> None:
     memory, done = TieredMemory(device_budget=2**20, host_budget=2**20), []
     with memory.lock:
         reading = memory.readers.begin()
-    memory.interrupted = True
-    memory.abandon(lambda: done.append(1))
+    memory.recovery.interrupted = True
+    memory.recovery.abandon(lambda: done.append(1))
     assert not done, "the memory was repaired under a read"
-    assert memory.interrupted
+    assert memory.recovery.interrupted
     with memory.lock:
         memory.mend()
-        assert memory.interrupted, "nor may the thread itself repair it"
+        assert memory.recovery.interrupted, "nor may the thread itself repair it"
         memory.readers.end(reading)
         memory.mend()
     assert done == [1]
-    assert not memory.interrupted
+    assert not memory.recovery.interrupted
     memory.close()
 
 
 def test_a_change_begins_when_all_that_nobody_has_is_given_up() -> None:
     memory, done = TieredMemory(device_budget=2**20, host_budget=2**20), []
     with memory.lock:
-        memory.abandon(lambda: done.append(1))  # as garbage is found in the midst of something else
+        memory.recovery.abandon(lambda: done.append(1))  # as garbage is found in the midst of something else
     assert not done
     with memory.lock, memory.change:
         assert done == [1]
@@ -209,7 +209,7 @@ def test_a_cache_whose_end_was_cut_short_is_found(interrupted: bool) -> None:
     gc.collect()
     before = memory.stats.device.used_blocks + memory.stats.host.used_blocks
     if interrupted:
-        memory.interrupted = True
+        memory.recovery.interrupted = True
         kept.update(x[:, :, :1], x[:, :, :1], 0)
         assert memory.stats.device.used_blocks + memory.stats.host.used_blocks <= before // 2 + 1
     memory.check_integrity()
@@ -254,6 +254,6 @@ def test_a_change_in_the_middle_of_a_change_is_refused_and_the_first_one_goes_on
         with pytest.raises(ConcurrentUseError, match="in the middle of a change"):
             memory.drain()
         assert held_twice(memory.lock) is False
-        assert not memory.interrupted
+        assert not memory.recovery.interrupted
     memory.drain()
     memory.close()
