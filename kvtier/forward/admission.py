@@ -1,16 +1,18 @@
-"""What the step that begins needs of the memory: a claim for each compute device."""
+"""What a step needs of the memory, and what is held between two steps: a claim for each compute device."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from kvtier.attention import dispatch
+from kvtier.attention import dispatch, split
+from kvtier.forward.sub_batch import MAX_SHORT, Segment
 from kvtier.memory.blocks.block import State
 from kvtier.planning.admission import Claim, ClaimSum
 from kvtier.tables import sharing
 from kvtier.tables.layer import LayerKV
 from kvtier.tables.sharing import Group
+from kvtier.tables.table import BlockTable
 
 
 def claim(
@@ -26,7 +28,7 @@ def claim(
     dense: bool,
     limit: int,
 ) -> Claim:
-    """What the layers of one compute device need for a step, together.
+    """What the layers of one compute device need for a step of a cache, together.
 
     Args:
         layers: all of them.
@@ -85,6 +87,78 @@ def _open(groups: Sequence[Group], rows: int, length: int, later: int, size: int
     if later:
         return rows if size > 1 else 0
     return len(groups) if length % size else 0
+
+
+def claim_packed(
+    layers: Sequence[LayerKV],
+    done: Collection[int],
+    segments: Sequence[Segment],
+    to_come: int,
+    limit: int,
+    *,
+    host_attention: bool,
+) -> Claim:
+    """What the layers of one compute device need for a packed step, together.
+
+    Args:
+        layers: all of them.
+        done: the indexes of those that have had their new tokens.
+        segments: the tokens of each sequence. Other sequences stay as they are.
+        to_come: layers that nobody has seen yet.
+        limit: bytes of the tier where blocks begin.
+        host_attention: whether host threads may attend.
+    """
+    claimed, room = ClaimSum(), 0
+    for layer in layers:
+        size = layer.layout.block_size
+        blocks, opened = layer.blocks.blocks, layer.blocks.counts[State.FILLING]
+        sealed, then = blocks > opened, opened
+        if layer.index not in done:
+            for each in segments:
+                table = each.sequence.tables[layer.index]
+                before, after = table.length % size, (table.length + each.tokens) % size
+                own = not before or _is_own(table, layer)
+                blocks += -(-(table.length + each.tokens) // size) - -(-table.length // size) + (not own)
+                then += bool(after) - (before > 0 and own and table.last().state is State.FILLING)
+        claimed.add(layer.layout.nbytes, blocks, max(opened, then), sealed=sealed or blocks > then)
+        in_place = host_attention and split.can_attend(layer)
+        for each in segments:
+            if each.tokens > MAX_SHORT or not in_place:
+                room = max(room, _room_of_one(layer, each.tokens, each.length, host_attention, limit))
+    if to_come and layers:
+        last = layers[-1]
+        size, lengths = last.layout.block_size, [each.length for each in segments]
+        blocks, then = sum(-(-x // size) for x in lengths), sum(bool(x % size) for x in lengths)
+        claimed.add(last.layout.nbytes, blocks, then, sealed=blocks > then, layers=to_come)
+    return claimed.claim(room)
+
+
+def claim_alone(layers: Sequence[LayerKV], length: int, limit: int, *, host_attention: bool) -> Claim:
+    """What the layers of one compute device need for a sequence that is alone, at the most until it has so many tokens,
+    computed one by one.
+
+    Args:
+        layers: all of them.
+        length: tokens of the sequence.
+        limit, host_attention: as of `claim_packed`.
+    """
+    claimed, room = ClaimSum(), 0
+    for layer in layers:
+        size = layer.layout.block_size
+        claimed.add(layer.layout.nbytes, -(-length // size), int(size > 1), sealed=length >= size)
+        room = max(room, _room_of_one(layer, 1, length, host_attention, limit))
+    return claimed.claim(room)
+
+
+def _is_own(table: BlockTable, layer: LayerKV) -> bool:
+    """Whether a sequence's last block is written to as it is, and not copied first."""
+    last = table.last()
+    return last.refs == 1 and last.blocks is layer.blocks
+
+
+def _room_of_one(layer: LayerKV, tokens: int, length: int, host_attention: bool, limit: int) -> int:
+    """Bytes of workspace through which one sequence of a packed step is attended to."""
+    return dispatch.room_for(layer, tokens, length, 1, host_attention=host_attention, dense=True, limit=limit)
 
 
 def at_rest(layers: Sequence[LayerKV], room: int = 0, before: Claim | None = None) -> Claim:

@@ -256,13 +256,7 @@ class AppendingForward(PlannedForward):
     def _changed(self, device: ComputeDevice) -> None:
         """Fewer blocks are held: claim no more, and give back what is free and much."""
         self._admitted.discard(device)
-        workspace = self._held.owner.workspaces.get(device)
-        if workspace is not None:
-            workspace.plans.clear()  # they refer to slabs that are given back
-        schedule = self._schedules.get(device)
-        if schedule is not None:
-            schedule.drop()
-        self._held.rest(device, self._rooms.get(device, 0))
+        self._rest(device)
         self.memory.trim()
 
     def _remove(self, index: int) -> None:

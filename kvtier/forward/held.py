@@ -18,6 +18,11 @@ from kvtier.memory.tiers.device import ComputeDevice
 from kvtier.tables.layer import LayerKV
 
 
+def layout_for(keys: torch.Tensor, values: torch.Tensor, device: ComputeDevice, options: CacheOptions) -> BlockLayout:
+    """The layout of a layer on a device whose keys and values are like these."""
+    return BlockLayout.of(keys, values, options.block_size or (HOST_BLOCK if device.slabs is None else DEVICE_BLOCK))
+
+
 class Held:
     """What a cache holds of a memory: apart from `Forward`, so that it can be given back when that is garbage."""
 
@@ -49,8 +54,7 @@ class Held:
         Raises:
             MismatchError: no keys and values of a layer; nothing was made.
         """
-        size = options.block_size or (HOST_BLOCK if device.slabs is None else DEVICE_BLOCK)
-        layer = self._empty(index, device, BlockLayout.of(keys, values, size))
+        layer = self._empty(index, device, layout_for(keys, values, device, options))
         try:
             layer.check(keys, values)
             return self._read(layer, options)

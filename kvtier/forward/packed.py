@@ -5,14 +5,15 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
-from kvtier.attention import dispatch, split
+from kvtier.attention import split
 from kvtier.attention.reader import LayerReader
-from kvtier.config import DEVICE_BLOCK, HOST_BLOCK, CacheOptions
+from kvtier.config import CacheOptions
 from kvtier.errors import ClosedError, UnsupportedError
+from kvtier.forward import admission
+from kvtier.forward.held import layout_for
 from kvtier.forward.planned import PlannedForward
 from kvtier.forward.schedule import Schedule
 from kvtier.forward.sub_batch import MAX_SHORT, PackedSequence, Segment, SubBatch, pack
@@ -21,7 +22,7 @@ from kvtier.memory.storage.layout import BlockLayout
 from kvtier.memory.storage.shortage import too_small
 from kvtier.memory.tiered import TieredMemory
 from kvtier.memory.tiers.device import ComputeDevice
-from kvtier.planning.admission import Claim, ClaimSum
+from kvtier.planning.admission import Claim
 from kvtier.planning.rates import Rates
 from kvtier.planning.step import StepRecord
 from kvtier.tables.layer import LayerKV
@@ -148,7 +149,7 @@ class PackedForward(PlannedForward):
             self._remove(sequence)
 
     def _remove(self, sequence: PackedSequence) -> None:
-        """The same. Holds the lock."""
+        """End a sequence, if it has not ended. The caller holds the lock."""
         if sequence not in self.sequences:
             return
         del self.sequences[sequence]
@@ -354,8 +355,8 @@ class PackedForward(PlannedForward):
 
     def _new_layer(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> LayerReader:
         device = self.memory.on(keys.device)
-        size = self.options.block_size or (HOST_BLOCK if device.slabs is None else DEVICE_BLOCK)
-        layer = self._empty_layer(index, device, BlockLayout.of(keys, values, size), list(self.sequences))
+        layout = layout_for(keys, values, device, self.options)
+        layer = self._empty_layer(index, device, layout, list(self.sequences))
         layer.choose([each.sequence.tables[index] for each in self._segments()])
         self._admit(device, self._segments(), max(self._tiered - len(self._held.readers), 0))
         return self._held.readers[index]
@@ -374,15 +375,12 @@ class PackedForward(PlannedForward):
 
     def _admit(self, device: ComputeDevice, segments: Sequence[Segment], to_come: int) -> None:
         """Refuse, before anything changes, a step that will not fit."""
-        owner = self._held.owner
-        claims: dict[int, Claim] = {}
-
-        def claim(limit: int) -> Claim:
-            if limit not in claims:
-                claims[limit] = self._claim(device, segments, to_come, limit)
-            return claims[limit]
-
-        refused = self.memory.admit(owner, device, claim)
+        owner, layers = self._held.owner, self._held.layers_on(device)
+        host_attention = self.options.host_attention
+        claim = functools.partial(
+            admission.claim_packed, layers, self._seen, segments, to_come, host_attention=host_attention
+        )
+        refused = self.memory.admit(owner, device, functools.cache(claim))
         if refused is not None:
             tokens = sum(each.tokens for each in segments)
             raise too_small(
@@ -392,79 +390,23 @@ class PackedForward(PlannedForward):
             )
         self._rooms[device] = owner.claims[device].room
 
-    def _claim(self, device: ComputeDevice, segments: Sequence[Segment], to_come: int, limit: int) -> Claim:
-        """What the layers of one device need for a step."""
-        layers = self._held.layers_on(device)
-        claimed, room = ClaimSum(), 0
-        for layer in layers:
-            size = layer.layout.block_size
-            blocks, opened = layer.blocks.blocks, layer.blocks.counts[State.FILLING]
-            sealed, then = blocks > opened, opened
-            if layer.index not in self._seen:
-                # Those of other sequences stay as they are.
-                for each in segments:
-                    table = each.sequence.tables[layer.index]
-                    before, after = table.length % size, (table.length + each.tokens) % size
-                    own = not before or _is_own(table, layer)
-                    blocks += -(-(table.length + each.tokens) // size) - -(-table.length // size) + (not own)
-                    then += bool(after) - (before > 0 and own and table.last().state is State.FILLING)
-            claimed.add(layer.layout.nbytes, blocks, max(opened, then), sealed=sealed or blocks > then)
-            in_place = self.options.host_attention and split.can_attend(layer)
-            for each in segments:
-                if each.tokens > MAX_SHORT or not in_place:
-                    room = max(room, self._room_for(layer, each, limit))
-        if to_come and layers:
-            last = layers[-1]
-            size, lengths = last.layout.block_size, [each.length for each in segments]
-            blocks, then = sum(-(-x // size) for x in lengths), sum(bool(x % size) for x in lengths)
-            claimed.add(last.layout.nbytes, blocks, then, sealed=blocks > then, layers=to_come)
-        return claimed.claim(room)
-
-    def _room_for(self, layer: LayerKV, segment: Segment, limit: int) -> int:
-        """Bytes of workspace through which one segment is attended to."""
-        return dispatch.room_for(
-            layer,
-            segment.tokens,
-            segment.length,
-            1,
-            host_attention=self.options.host_attention,
-            dense=True,
-            limit=limit,
-        )
-
     def check_fits(self, length: int) -> None:
         """Raise `BudgetError`, which names the smallest budget, where a sequence of so many tokens would not fit, were
         it alone and computed token by token."""
         with self.memory.lock, self.memory.change:
             for device in self._held.devices():
-                refused = self.memory.admit(
-                    self._held.owner, device, functools.partial(self._claim_of_one, device, length), take=False
-                )
+                layers, host_attention = self._held.layers_on(device), self.options.host_attention
+                claim = functools.partial(admission.claim_alone, layers, length, host_attention=host_attention)
+                refused = self.memory.admit(self._held.owner, device, claim, take=False)
                 if refused is not None:
                     raise too_small(
                         *refused, f"A sequence of {length} tokens needs", self.memory.others(self._held.owner)
                     )
 
-    def _claim_of_one(self, device: ComputeDevice, length: int, limit: int) -> Claim:
-        """What the layers of one device need for a sequence that is alone, at the most until it has so many tokens."""
-        claimed, rooms = ClaimSum(), list[int]()
-        how: Any = {"host_attention": self.options.host_attention, "dense": True, "limit": limit}
-        for layer in self._held.layers_on(device):
-            size = layer.layout.block_size
-            claimed.add(layer.layout.nbytes, -(-length // size), int(size > 1), sealed=length >= size)
-            rooms.append(dispatch.room_for(layer, 1, length, 1, **how))
-        return claimed.claim(max(rooms))
-
     def _changed(self) -> None:
         """Fewer blocks are held: claim no more, and give back what is free and much."""
         for device in self._held.devices():
-            workspace = self._held.owner.workspaces.get(device)
-            if workspace is not None:
-                workspace.plans.clear()  # they refer to slabs that are given back
-            schedule = self._schedules.get(device)
-            if schedule is not None:
-                schedule.drop()
-            self._held.rest(device, self._rooms.get(device, 0))
+            self._rest(device)
         self.memory.trim()
 
     # Life
@@ -511,9 +453,3 @@ class PackedForward(PlannedForward):
                     assert all(x.tables[index].length == x.length for x in self.sequences)
             for schedule in self._schedules.values():
                 schedule.check_integrity()
-
-
-def _is_own(table: BlockTable, layer: LayerKV) -> bool:
-    """Whether a sequence's last block is written to as it is, and not copied first."""
-    last = table.last()
-    return last.refs == 1 and last.blocks is layer.blocks

@@ -231,6 +231,17 @@ class PlannedForward:
         if schedule is not None and (schedule.active or reader.fetched):
             self._after(reader)
 
+    def _rest(self, device: ComputeDevice) -> None:
+        """Fewer blocks are held on a device: fetch and lay out no more as it was planned, and claim no more than what
+        is held."""
+        workspace = self._held.owner.workspaces.get(device)
+        if workspace is not None:
+            workspace.plans.clear()  # they refer to slabs that are given back
+        schedule = self._schedules.get(device)
+        if schedule is not None:
+            schedule.drop()
+        self._held.rest(device, self._rooms.get(device, 0))
+
     def _after(self, reader: LayerReader) -> None:
         schedule = self._schedules.get(reader.device)
         if schedule is not None:
