@@ -15,6 +15,7 @@ from kvtier import ConfigError, Policy, TieredKVCache
 from kvtier.planning.costs import CostModel
 from kvtier.planning.groups import alike
 from kvtier.planning.policies.adaptive import Adaptive
+from kvtier.planning.policies.learner import ShareLearner
 from kvtier.planning.policies.names import POLICIES, policy_of
 from kvtier.planning.policies.shares import FixedShare
 from kvtier.planning.policy import Candidate, Victims
@@ -268,7 +269,7 @@ def test_steps_that_take_no_time_at_all_do_not_make_a_rate_of_it() -> None:
 def test_probes_cost_next_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     probing, quiet = Adaptive(RATES), Adaptive(RATES)
     with_probes = Simulation(probing, Machine(RATES, 0.02), LOAD, 5).run(1200)
-    monkeypatch.setattr(Adaptive, "_may_probe", lambda *args: False)
+    monkeypatch.setattr(ShareLearner, "_may_probe", lambda *args: False)
     without = Simulation(quiet, Machine(RATES, 0.02), LOAD, 5).run(1200)
     assert len([x for x in probing.decisions(1) if x.reason == "probe"]) >= 3
     assert with_probes <= 1.005 * without

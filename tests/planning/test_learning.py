@@ -15,18 +15,17 @@ from kvtier.planning.costs import CostModel, Prediction
 from kvtier.planning.groups import alike
 from kvtier.planning.linear import KEPT, LATE
 from kvtier.planning.linear import LINEAR as LINEAR_WINDOW
-from kvtier.planning.policies.adaptive import (
+from kvtier.planning.policies.adaptive import CACHES, Adaptive
+from kvtier.planning.policies.learner import (
     BELIEVED,
-    CACHES,
     CHOICES,
     HYSTERESIS,
     MEMORY,
     PERIOD,
     PROBE,
     SPACING,
-    Adaptive,
+    ShareLearner,
     _as_good,
-    _Cache,
     _least,
     _some,
 )
@@ -88,7 +87,7 @@ def test_what_is_wrong_about_one_choice_is_less_wrong_about_another_far_from_it(
 
 
 def test_what_a_choice_once_gave_is_forgotten_some_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Adaptive, "_may_probe", lambda *args: False)  # which finds it out sooner
+    monkeypatch.setattr(ShareLearner, "_may_probe", lambda *args: False)  # which finds it out sooner
     told = Told()
     told.run(40)
     before = told.share
@@ -321,21 +320,21 @@ def test_what_was_measured_of_the_host_counts_until_steps_show_another_rate() ->
 
 
 def test_few_looks_are_at_all_choices(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks, best, predict = list[int](), Adaptive._best, Adaptive._predict
+    looks, best, predict = list[int](), ShareLearner._best, ShareLearner._predict
     told = Told()
 
-    def looked(policy: Adaptive, *args: Any) -> int:
+    def looked(known: ShareLearner, *args: Any) -> int:
         looks.append(0)
-        return best(policy, *args)
+        return best(known, *args)
 
-    def predicted(policy: Adaptive, *args: Any) -> Prediction:
+    def predicted(known: ShareLearner, *args: Any) -> Prediction:
         if looks:
             looks[-1] += 1
-        return predict(policy, *args)
+        return predict(known, *args)
 
-    monkeypatch.setattr(Adaptive, "_may_probe", lambda *args: False)
-    monkeypatch.setattr(Adaptive, "_best", looked)
-    monkeypatch.setattr(Adaptive, "_predict", predicted)
+    monkeypatch.setattr(ShareLearner, "_may_probe", lambda *args: False)
+    monkeypatch.setattr(ShareLearner, "_best", looked)
+    monkeypatch.setattr(ShareLearner, "_predict", predicted)
     told.run(PERIOD * (BELIEVED + 1) * 4)
     looks = looks[-(BELIEVED + 1) * 3 :]
     assert sum(x >= CHOICES for x in looks) == 3, "a choice is not believed for ever, nor looked at all the time"
@@ -349,9 +348,9 @@ def test_few_looks_are_at_all_choices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def at_once_or_each(monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
     """Learning from some steps at once, as it is; and then from each. Nothing is probed."""
-    monkeypatch.setattr(Adaptive, "_may_probe", lambda *args: False)
+    monkeypatch.setattr(ShareLearner, "_may_probe", lambda *args: False)
     yield True
-    monkeypatch.setattr(Adaptive, "_is_calm", lambda *args: False)
+    monkeypatch.setattr(ShareLearner, "_is_calm", lambda *args: False)
     yield False
 
 
@@ -368,7 +367,7 @@ def test_to_learn_of_some_steps_at_once_finds_what_learning_of_each_finds(
         model, known = told.policy.model(1), told.policy._caches[1]["cuda:0", False]
         assert model is not None
         assert bool(known.told) == at_once
-        told.policy._learn(known)
+        known.learn()
         assert all(x.ratio.value == pytest.approx(1, abs=0.03) for x in known.seen.values())
         seconds = [model.step(alike(LAYERS), share).seconds for share in (0.0, 0.2, 0.5)]
         found.append([told.policy.decisions(1)[-1].prediction.seconds, model.rates.up, model.rates.host, *seconds])
@@ -391,8 +390,8 @@ def test_what_was_predicted_before_a_rate_changed_tells_nothing_of_what_a_choice
 def test_what_is_learned_is_predicted_where_the_choice_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     told = Told()
     told.run(100)
-    monkeypatch.setattr(Adaptive, "_best", lambda policy, known, groups: known.choice)
-    monkeypatch.setattr(Adaptive, "_may_probe", lambda *args: False)
+    monkeypatch.setattr(ShareLearner, "_best", lambda known, predict: known.choice)
+    monkeypatch.setattr(ShareLearner, "_may_probe", lambda *args: False)
     told.rates = replace(TRUE, host=TRUE.host * 0.5)
     told.run(WINDOW + 2 * PERIOD)
     told.policy.plan(STATE)
@@ -422,8 +421,8 @@ def test_a_choice_is_left_for_one_that_gains_enough_wherever_that_is(choice: int
             way = (x - choice) / (best - choice)
             return SimpleNamespace(seconds=1 - (gain / (1 + gain) * way if 0 < way <= 1 else 0.0))
 
-        known = _Cache(CostModel(TRUE), choice=choice, started=True, step=1000)
-        found = Adaptive(TRUE)._best(known, predicted)
+        known = ShareLearner(CostModel(TRUE), choice=choice, started=True, step=1000)
+        found = known._best(predicted)
         assert (found != choice) == gains, best
         assert predicted(found).seconds <= predicted(best).seconds * (1 + HYSTERESIS / 4) or not gains
 

@@ -9,7 +9,8 @@ import pytest
 
 from kvtier.planning.costs import CostModel
 from kvtier.planning.groups import Groups, alike, height_after, raised_to
-from kvtier.planning.policies.adaptive import CAUTION, Adaptive
+from kvtier.planning.policies.adaptive import Adaptive
+from kvtier.planning.policies.learner import CAUTION
 from kvtier.planning.policies.shares import DEPTH, FixedShare, room_for
 from kvtier.planning.policy import fill, level
 from kvtier.planning.rates import Rates
