@@ -20,7 +20,6 @@ from kvtier.kernels.params import AttentionParams
 from kvtier.memory.blocks.audit import Audit
 from kvtier.memory.blocks.block import Pools
 from kvtier.memory.tiered import TieredMemory
-from kvtier.planning.step import StepRecord
 from kvtier.stats import LayerResidency, Progress
 from kvtier.tables.layer import LayerKV
 from kvtier.tables.parked.sequence import ParkedLayer, ParkedSequence
@@ -281,11 +280,8 @@ class Forward(AppendingForward):
         self.steps.break_off()  # until all of this is done
         self._release()
         self._held.renew()
-        self._schedules.clear()
-        self._rooms.clear()
+        self._forget_steps()
         self._admitted.clear()
-        self._record, self._last, self._before = StepRecord(), None, None
-        self._expected.clear()
         self.history.clear()
         self.blanks.clear()
         self.steps.reset()

@@ -24,7 +24,6 @@ from kvtier.memory.tiered import TieredMemory
 from kvtier.memory.tiers.device import ComputeDevice
 from kvtier.planning.admission import Claim
 from kvtier.planning.rates import Rates
-from kvtier.planning.step import StepRecord
 from kvtier.tables.layer import LayerKV
 from kvtier.tables.packed import PackedLayerKV
 from kvtier.tables.parked.sequence import ParkedLayer, ParkedSequence
@@ -418,10 +417,7 @@ class PackedForward(PlannedForward):
             self.sequences.clear()
             self._clear()
             self._apart.clear()
-            self._schedules.clear()
-            self._rooms.clear()
-            self._record, self._last, self._before = StepRecord(), None, None
-            self._expected.clear()
+            self._forget_steps()
         self._held.renew()
 
     def close(self) -> None:

@@ -130,6 +130,13 @@ class PlannedForward:
             ),
         )
 
+    def _forget_steps(self) -> None:
+        """All layers have ended: no step was planned for the next ones, and none is told to a policy."""
+        self._schedules.clear()
+        self._rooms.clear()
+        self._record, self._last, self._before = StepRecord(), None, None
+        self._expected.clear()
+
     def _begin_record(self, tokens: int) -> None:
         """A step begins: the last one is over, and its record is made."""
         now = time.perf_counter()

@@ -272,7 +272,7 @@ class SubBatch:
         return split.serves(reader, query[:, :, :stop], params, MAX_SHORT)
 
     def _attend_row(self, reader: LayerReader, row: int, query: torch.Tensor, params: AttentionParams) -> torch.Tensor:
-        """The same of one segment: `[1, heads, its tokens, v_dim]`."""
+        """Attention of one segment's tokens over its sequence: `[1, heads, its tokens, v_dim]`."""
         segment, new = self.segments[row], self._new.get(reader.layer.index)
         params = replace(params, causal=params.causal and segment.tokens > 1)
         if not segment.sequence.length and new is not None and segment.tokens > 1:

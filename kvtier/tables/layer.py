@@ -142,7 +142,7 @@ class LayerKV:
             )
 
     def check_kind(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """The same, of any number of rows."""
+        """Raise `MismatchError` unless keys and values, of any number of rows, are of the layer's layout and device."""
         self.layout.check(keys, values, self.index)
         if keys.device != self.device.device or values.device != keys.device:
             raise MismatchError(

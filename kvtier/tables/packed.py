@@ -76,7 +76,7 @@ class PackedLayerKV(LayerKV):
         return _Row(self, self.rows[row])
 
     def divide(self) -> PackedLayerKV:
-        """The same layer with rows of its own: for one of several forwards that take turns in a step."""
+        """A layer of the same sequences with rows of its own: for one of several forwards that take turns in a step."""
         made = _Divided(self)
         self.divided += (made,)
         return made

@@ -177,7 +177,7 @@ def _write_spans(
 def _launch_spans(
     pool: BlockPool, keys: torch.Tensor, values: torch.Tensor, spans: Sequence[tuple[int, int, int, int]]
 ) -> None:
-    """The same by one launch of the device."""
+    """Write tokens into open blocks, as `_write_spans` does, by one launch of the device."""
     ends = [begin + tokens for _, _, begin, tokens in spans]
     begins = [begin for _, _, begin, _ in spans]
     if begins[1:] != ends[:-1]:  # tokens of other tables are between: those of `spans` alone, end to end

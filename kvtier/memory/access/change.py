@@ -30,7 +30,7 @@ def ask(function: Callable[..., R], *arguments: Any) -> R:
 
 
 def asked(answers: Iterator[R]) -> Iterator[R]:
-    """The same answers, where what a user gave may make them one by one."""
+    """Answers that what a user gave may make one by one, each of them asked for as by `ask`."""
     end = object()
     while (answer := ask(next, answers, end)) is not end:
         yield answer

@@ -202,8 +202,8 @@ class ParkedSequences:
         assert left, "a cache still continues a parked sequence"
 
     def abandon(self) -> bool:
-        """The same, where nobody uses them any more. False, and it is to be done again: a cache continues one still, of
-        whose end the memory has not heard yet. Garbage ends in any order."""
+        """Drop all sequences and leave the memory, where nobody uses them any more. False, and it is to be done again:
+        a cache continues one still, of whose end the memory has not heard yet. Garbage ends in any order."""
         self.clear()
         if self._layers:
             return False
