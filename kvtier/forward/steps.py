@@ -97,6 +97,7 @@ class StepTracker:
         failed_at: the layer whose attention raised an error, or whose indexer lacks its tokens; None: none did, or it
             was repeated. Where no layer follows it, the forward did not finish, though all layers have its tokens.
         ordered: whether layers are updated in the order of their numbers.
+        sometimes: layers that some forwards update, in that order, and others do not (cross-attention).
         even: whether the layers should hold equally many tokens.
         compare: whether something other than a single token for each layer may have changed lengths, since they were
             compared.
@@ -113,6 +114,7 @@ class StepTracker:
         self._given = expected
         self._lengths = lengths
         self.even = self.ordered = True
+        self.sometimes: frozenset[int] = frozenset()
         self.expected: frozenset[Part] | None = expected
         self.began: dict[Part, int] = {}
         self.ended_at: Part | None = None
@@ -134,9 +136,18 @@ class StepTracker:
     @property
     def complete(self) -> bool:
         """Whether no step is known to be unfinished. `settle` first."""
-        if self._torn or (self.failed_at is not None and next(reversed(self.began), None) == self.failed_at):
+        if self._torn or (self.failed_at is not None and self._last() == self.failed_at):
             return False
         return not self.began or self.expected is None or self.began.keys() >= self.expected or self._reached_end()
+
+    def _last(self) -> Part | None:
+        """What was updated last."""
+        return next(reversed(self.began), None)
+
+    def _is_passed(self, layer: int) -> bool:
+        """Whether the step under way has updated a layer behind this one."""
+        last = self._last()
+        return isinstance(last, int) and layer < last
 
     def _reached_end(self) -> bool:
         """Whether only layers before the last updated one are missing: the model passes them over.
@@ -167,8 +178,8 @@ class StepTracker:
         if self._torn:
             raise self.interrupted()
         me = threading.get_ident()
-        begins = not self.began or layer in self.began
-        first = self._first.setdefault(int, layer)
+        begins = not self.began or layer in self.began or (layer in self.sometimes and self._is_passed(layer))
+        first = layer if layer in self.sometimes else self._first.setdefault(int, layer)
         if begins:
             # Then the last step is complete, and teaches nothing.
             whole = self.began.keys() == self.expected and self.failed_at is None
@@ -187,7 +198,12 @@ class StepTracker:
             self._begin(me)
         elif self.owner != me:
             raise self._refused(overlap=True)
-        elif self.expected is not None and layer not in self.expected and length == 0 and any(self.began.values()):
+        elif (
+            self.expected is not None
+            and layer not in self.expected | self.sometimes
+            and length == 0
+            and any(self.began.values())
+        ):
             raise InterruptedStepError(
                 f"Layer {layer} is new to a cache whose other layers hold {max(self.began.values())} tokens: the first "
                 "forward did not finish, or this is another model. `reset()` the cache."
@@ -244,6 +260,9 @@ class StepTracker:
     def undo(self, part: Part) -> None:
         """The update announced last did not happen."""
         self.began.pop(part, None)
+        last = self._last()
+        if part in self.sometimes and isinstance(last, int):  # without it, the step would seem whole
+            self.failed_at = last
 
     def tear(self) -> None:
         """An update failed half-way and cannot be undone: nothing but `reset` is possible."""
@@ -263,7 +282,7 @@ class StepTracker:
             self._check_complete()
 
     def _begin(self, owner: int) -> None:
-        self.ended_at = next(reversed(self.began), None)
+        self.ended_at = self._last()
         self.began, self.failed_at = {}, None
         self.count += 1
         if self.owner != owner:
@@ -317,7 +336,7 @@ class StepTracker:
 
     def _learn(self) -> None:
         if self.began and not self.began.keys() <= (self.expected or frozenset()):
-            self.expected = (self.expected or frozenset()) | self.began.keys()
+            self.expected = ((self.expected or frozenset()) | self.began.keys()) - self.sometimes
 
     def _check_even(self) -> None:
         even = len(self._lengths()) <= 1

@@ -1,51 +1,18 @@
 """Models with cross-attention, whose keys and values have a length and a batch of their own, as on ``DynamicCache``."""
 
 import copy
-import functools
 import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import transformers
-from families import _draw_wide_weights, prompt_ids, tiny_model
+from families import prompt_ids, tiny_model
+from mllama import an_image, mllama
 from placements import assert_same_as_dynamic_cache
 from transformers import Cache, PreTrainedModel
 
-VOCAB, IMAGE = 128, 5
-
-
-@functools.cache
-def mllama() -> PreTrainedModel:
-    text = {
-        "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 4, "pad_token_id": 0,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "cross_attention_layers": [1, 2], "eos_token_id": None,
-        "max_position_embeddings": 256, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    }  # fmt: skip
-    vision = {
-        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_global_layers": 1, "image_size": 8,
-        "attention_heads": 2, "patch_size": 4, "max_num_tiles": 1, "intermediate_layers_indices": [0],
-        "vision_output_dim": 32, "supported_aspect_ratios": [[1, 1]],
-    }  # fmt: skip
-    config = transformers.MllamaConfig(text_config=text, vision_config=vision, image_token_index=IMAGE)
-    torch.manual_seed(0)
-    model = transformers.MllamaForConditionalGeneration(config).float().eval()
-    _draw_wide_weights(model, 1)
-    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
-    return model
-
-
-def an_image() -> dict[str, Any]:
-    ids = torch.randint(20, 120, (1, 13), generator=torch.Generator().manual_seed(1))
-    ids[0, 0] = IMAGE
-    return {
-        "input_ids": ids,
-        "pixel_values": torch.randn(1, 1, 1, 3, 8, 8, generator=torch.Generator().manual_seed(2)),
-        "aspect_ratio_ids": torch.tensor([[1]]),
-        "aspect_ratio_mask": torch.ones(1, 1, 1, dtype=torch.long),
-        "cross_attention_mask": torch.ones(1, 13, 1, 1, dtype=torch.long),
-    }
+from kvtier import BudgetError, TieredKVCache
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True, "num_return_sequences": 3}], ids=str)
@@ -87,3 +54,56 @@ def test_many_rows_are_decoded_from_one_encoding(name: str, attention: str, plac
 
     model = tiny_model(name, attention)
     assert_same_as_dynamic_cache(model, run, placement, block_size=4, host_attention=True)
+
+
+@pytest.mark.parametrize("layers", [(0, 2), (3,)], ids=str)
+@pytest.mark.parametrize("placement", ["host", "smallest"])
+def test_cross_attention_is_in_any_layers(layers: tuple[int, ...], placement: Any) -> None:
+    """A forward without an image passes them over, also where the first layer is one of them, or the last."""
+
+    def run(model: PreTrainedModel, cache: Cache) -> Any:
+        return model.generate(**an_image(), past_key_values=cache, max_new_tokens=6, do_sample=False)
+
+    assert_same_as_dynamic_cache(mllama(layers), run, placement, block_size=4)
+
+
+def test_text_goes_on_without_cross_attention_in_the_last_layer() -> None:
+    def run(model: PreTrainedModel, cache: Cache) -> Any:
+        first = model.generate(prompt_ids(rows=1), past_key_values=cache, max_new_tokens=4, do_sample=False)
+        both = torch.cat([first, prompt_ids(rows=1, length=5, seed=2)], 1)
+        return model.generate(both, past_key_values=cache, max_new_tokens=4, do_sample=False)
+
+    assert_same_as_dynamic_cache(mllama((1, 3)), run, "host", block_size=4)
+
+
+def test_an_image_may_come_behind_text() -> None:
+    """Its forward begins at the first layer, which the one before has passed over."""
+
+    def run(model: PreTrainedModel, cache: Cache) -> Any:
+        with torch.no_grad():
+            found = [model(input_ids=prompt_ids(rows=1, length=9), past_key_values=cache).logits]
+            positions = {"position_ids": torch.arange(9, 22)[None]}  # of a first layer, its length would be asked
+            found.append(model(**an_image(), **positions, past_key_values=cache).logits)
+            if isinstance(cache, TieredKVCache):
+                assert list(cache._forward.steps.began) == [0, 1, 2, 3]
+        return found
+
+    assert_same_as_dynamic_cache(mllama((0, 2)), run, "host", block_size=4)
+
+
+def test_an_image_without_room_in_the_last_layer_leaves_nothing() -> None:
+    model, cache = mllama((3,)), TieredKVCache(mllama((3,)).config, block_size=4)
+    append = cache._forward.append
+
+    def refused(index: int, keys: torch.Tensor, values: torch.Tensor) -> Any:
+        if index == 3:
+            raise BudgetError("no room", tier="host", needed=2, budget=1)
+        return append(index, keys, values)
+
+    cache._forward.append = refused  # type: ignore[method-assign]
+    with pytest.raises(BudgetError):
+        model(**an_image(), past_key_values=cache)
+    cache._forward.append = append  # type: ignore[method-assign]
+    assert cache.get_seq_length() == 0
+    again, right = (model(**an_image(), past_key_values=x).logits for x in (cache, None))
+    assert torch.allclose(again, right, atol=1e-4)

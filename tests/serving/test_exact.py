@@ -8,10 +8,12 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator
+from typing import Literal
 
 import pytest
 import torch
 import transformers
+from mllama import mllama
 from workloads import COUNTED, MODELS, Load, model_of, stream_of_tokens
 
 from kvtier import Engine
@@ -75,4 +77,15 @@ def test_without_the_native_library_requests_are_packed_too(
         engine.close()
     for prompt, output in zip(prompts, outputs, strict=True):
         alone = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)
+        assert output.generated_tokens == alone[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("runner", ["packed", "single"])
+def test_text_passes_over_cross_attention_in_the_last_layer(runner: Literal["packed", "single"]) -> None:
+    model, prompts = mllama((1, 3)), [list(range(20, 29)), list(range(40, 61))]
+    with Engine(model, host_budget="16MiB", block_size=4, runner=runner) as engine:
+        assert engine.runner == runner
+        outputs = list(engine.generate_batch(prompts, max_new_tokens=6, do_sample=False).values())
+    for prompt, output in zip(prompts, outputs, strict=True):
+        alone = model.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False)
         assert output.generated_tokens == alone[0, len(prompt) :].tolist()

@@ -34,6 +34,7 @@ from kvtier.hf.callers.histories import check_longer, common_prefix
 from kvtier.hf.callers.threads import check_alone
 from kvtier.hf.models.layers import (
     check_model,
+    cross_attention_layers,
     encoder_decoder,
     is_full_attention,
     looped,
@@ -147,17 +148,18 @@ class TieredKVCache(RecurrentFace, metaclass=NeverGiven):
         check = partial(check_model, type(self._config).__name__, kinds) if layers else lambda config: None
         self._caller = Caller(config, check)
         tiered = [i for i, layer in enumerate(layers) if self._is_tiered(layer)]
+        sometimes = cross_attention_layers(self._config)
         self._forward = Forward(
             memory,
             self._options,
-            expected=updated_by_every_forward(layers),
+            expected=updated_by_every_forward(layers, sometimes),
             tiered=len(tiered),
             dense=self._caller.reads_workspace,
             progress=progress,
         )
         steps = self._forward.steps
         steps.inside = self._caller.places.in_forward
-        steps.ordered = not looped(self._config)
+        steps.ordered, steps.sometimes = not looped(self._config), sometimes
         self._caller.check_alone = partial(check_alone, self._caller.places, steps)
         for i in tiered:
             layers[i] = TieredLayer(self._forward, i, self._caller)

@@ -146,11 +146,20 @@ _PLAIN = {
 }
 
 
-def updated_by_every_forward(layers: Sequence[Any]) -> frozenset[int] | None:
-    """The attention layers of a model, if each of them is part of every forward; None where that is not known."""
+def cross_attention_layers(config: PretrainedConfig | None) -> frozenset[int]:
+    """Layers of a decoder that attend to what its model makes of an image (Mllama). A forward that is given one updates
+    them; every other forward passes them over."""
+    text: Any = None if config is None else config.get_text_config(decoder=True)
+    given = getattr(text, "cross_attention_layers", None)
+    return frozenset(i for i in given if type(i) is int) if isinstance(given, (list, tuple)) else frozenset()
+
+
+def updated_by_every_forward(layers: Sequence[Any], sometimes: frozenset[int]) -> frozenset[int] | None:
+    """The attention layers of a model that are part of every forward: all but those that are so `sometimes`; None where
+    that is not known."""
     if not layers or any(type(layer).__name__ not in _PLAIN for layer in layers):
         return None
-    return frozenset(i for i, layer in enumerate(layers) if isinstance(layer, CacheLayerMixin))
+    return frozenset(i for i, layer in enumerate(layers) if isinstance(layer, CacheLayerMixin)) - sometimes
 
 
 def not_kept(layer_idx: int, what: str, config: PretrainedConfig | None) -> UnsupportedError:
