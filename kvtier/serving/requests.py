@@ -196,6 +196,7 @@ class Requests:
             job = Job(number, now, len(prompt), own.max_length, priority=terms.priority, tenant=terms.tenant)
             made.append(Request(output, own, job, terms))
             made[-1].chat = None if i else chat
+            own.start()
         made[0].samples = made[1:]
         self.wait(made[0])  # first: what fails is not added
         for request in made:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +17,12 @@ from transformers import (
     MaxTimeCriteria,
     SynthIDTextWatermarkingConfig,
 )
+from transformers.generation import stopping_criteria
 from workloads import gaps_of, stream_of_tokens
 
 from kvtier import BudgetError, Engine, UnsupportedError
 from kvtier.hf.engine import sampling as sampling_module
+from kvtier.hf.engine import stopping as stopping_module
 from kvtier.hf.engine.sampling import Sampling
 
 PROMPT = stream_of_tokens(1)[:12]
@@ -243,6 +246,30 @@ def test_a_request_ends_when_its_time_is_over() -> None:
         output = engine.output(name)
         assert output.finish_reason == "length"
         assert 0 < len(output.generated_tokens) < 10_000
+    finally:
+        engine.close()
+
+
+def test_the_time_of_a_request_runs_from_when_it_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not from when its prompt was looked at, which a full queue keeps out."""
+    now = [0.0]
+    clock = SimpleNamespace(time=lambda: now[0], monotonic=lambda: now[0])
+    for module in (stopping_module, stopping_criteria):
+        monkeypatch.setattr(module, "time", clock)
+
+    def tick(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:  # behind each token
+        now[0] += 1
+        return scores
+
+    engine = Engine(tiny_model("llama"), host_budget="16MiB", block_size=4, max_waiting=1, max_running=1)
+    options = {"max_new_tokens": 4, "max_time": 7.5, "logits_processor": [tick], "do_sample": False}
+    try:
+        outputs = engine.generate_batch([PROMPT] * 3, **options)
+        # The second one waits for the first; the third one is added when the second one runs, and waits for that.
+        assert [len(x.generated_tokens) for x in outputs.values()] == [4, 4, 4]
+        name = engine.add_request(PROMPT, **options | {"max_new_tokens": 9})
+        engine.wait(name)
+        assert len(engine.output(name).generated_tokens) == 8
     finally:
         engine.close()
 

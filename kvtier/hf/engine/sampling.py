@@ -194,6 +194,10 @@ class Sampling:
         if self.samples:
             self._seeded(0)
 
+    def start(self) -> None:
+        """Its request is added: from now on the time runs that `max_time` gives it."""
+        self._stopping.start()
+
     def each(self) -> list[Sampling]:
         """One for each sequence of the prompt: this, and others with random numbers, processors and criteria of their
         own.

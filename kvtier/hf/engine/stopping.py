@@ -54,11 +54,15 @@ class Stopping:
         config.is_assistant = False  # how sure of a token an assistant is
         merged: list[Any] = model._get_stopping_criteria(config, given, tokenizer=tokenizer)
         lengths = [x.max_length for x in merged if type(x) is MaxLengthCriteria]
-        times = [x.initial_timestamp + x.max_time for x in merged if type(x) is MaxTimeCriteria]
+        timed = [x for x in merged if type(x) is MaxTimeCriteria]
         tokens = [x.eos_token_id.flatten().tolist() for x in merged if type(x) is EosTokenCriteria]
         self.max_length = max(int(min(lengths)), prompt + 1)  # criteria are asked behind the first token
-        self.is_timed = bool(times)
+        self.is_timed = bool(timed)
+        # The time of a user's criterion runs since that was made, and the time of a setting from `start` on.
+        theirs = [x for x in timed if any(x is each for each in given)]
+        times = [x.initial_timestamp + x.max_time for x in theirs]
         self._until = min(times, default=math.inf) - time.time() + time.monotonic()
+        self._seconds = min((x.max_time for x in timed if x not in theirs), default=math.inf)
         self._tokens = frozenset(x for each in tokens for x in each)
         self.criteria = [x for x in merged if type(x) not in _KNOWN]
         self.shared = [x for x in self.criteria if not any(x is each for each in given)]
@@ -68,6 +72,10 @@ class Stopping:
         made = copy.copy(self)
         made.criteria = list(criteria)
         return made
+
+    def start(self) -> None:
+        """The time of the sequence runs from now on: a request is added."""
+        self._until = min(self._until, time.monotonic() + self._seconds)
 
     def ends_at(self, token: int) -> bool:
         """Whether a token ends every sequence."""
