@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -18,9 +17,7 @@ from kvtier.serving.http.handlers.completions import CompletionHandler
 from kvtier.serving.http.handlers.handler import Served
 from kvtier.serving.http.handlers.responses import ResponsesHandler
 from kvtier.serving.http.manager import EngineManager
-from kvtier.serving.http.requests.refusals import Refusal
-
-_LOG = logging.getLogger("kvtier.serving")
+from kvtier.serving.http.requests.refusals import Refusal, fault
 
 #: Routes of Transformers' app that are kept. Its others are of models that come and go, of audio, or are ours.
 _KEPT = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/load_model", "/openapi.json", "/docs")
@@ -140,10 +137,7 @@ def _add_errors(app: FastAPI) -> None:
         return refused(request, Refusal(error.status_code, text))
 
     def broke(request: Request, error: Exception) -> JSONResponse:
-        # What it says may be of files or of others' requests: whoever runs the server reads it in the log.
-        _LOG.error("A request failed.", exc_info=error)
-        text = f"{type(error).__name__}: the log of the server has the rest."
-        return refused(request, Refusal(500, text, code="internal_error"))
+        return refused(request, fault(error, "internal_error"))
 
     app.add_exception_handler(Refusal, refused)
     app.add_exception_handler(RequestValidationError, malformed)

@@ -19,7 +19,7 @@ from transformers.cli.serving.utils import BaseGenerateManager, _StreamError
 
 from kvtier.conversation.calls.reuse import StoreStats
 from kvtier.conversation.store import ConversationStore
-from kvtier.errors import BudgetError, KVTierError
+from kvtier.errors import BudgetError
 from kvtier.hf.models import generation as of
 from kvtier.serving.engine import Engine
 from kvtier.serving.http.answers import Answer, Answers
@@ -27,7 +27,7 @@ from kvtier.serving.http.metrics import Metrics
 from kvtier.serving.http.parsing import Parser
 from kvtier.serving.http.requests.asked import Asked
 from kvtier.serving.http.requests.keys import Caller, Keys, Visit
-from kvtier.serving.http.requests.refusals import Refusal, invalid, refusal_of, shutting_down, too_long
+from kvtier.serving.http.requests.refusals import Refusal, invalid, refusal_of_asked, shutting_down, too_long
 from kvtier.serving.http.requests.settings import Penalties, asked_of, check_settings
 from kvtier.serving.http.sessions import Sessions
 from kvtier.serving.request import RequestOutput
@@ -175,15 +175,13 @@ class EngineManager(BaseGenerateManager):
             answers.cancel()
             raise
         except BudgetError as error:
-            refusal = refusal_of(error, self.retry_after)
+            refusal = refusal_of_asked(error, self.retry_after)
             if asked.max_tokens is None:
                 limit = f"{max(lengths)} tokens of an answer were reserved, for max_tokens does not say how many."
                 refusal = Refusal(refusal.status, f"{refusal} {limit}", code=refusal.code, param="max_tokens")
             raise self._not_taken(answers, refusal) from error
-        except (KVTierError, Refusal) as error:
-            raise self._not_taken(answers, refusal_of(error, self.retry_after)) from error
-        except (ValueError, TypeError, KeyError, IndexError) as error:  # settings that Transformers refuses
-            raise self._not_taken(answers, Refusal(400, str(error), code="invalid_value")) from error
+        except Exception as error:
+            raise self._not_taken(answers, refusal_of_asked(error, self.retry_after)) from error
         return answers
 
     def _not_taken(self, answers: Answers, refusal: Refusal) -> Refusal:
@@ -250,7 +248,9 @@ class EngineManager(BaseGenerateManager):
             raise shutting_down()
         names += numbers
         sessions = None if number % asked.count or terms.session is None else self._sessions
-        session = None if sessions is None else sessions.open(terms.tenant, terms.session or "", terms.salt)
+        # Held until the request is added, which then reads nothing from the disk.
+        chat = None if sessions is None else sessions.open(terms.tenant, terms.session or "", terms.salt)
+        session = None if chat is None else chat.name
         try:
             self.engine.add_request(
                 ids,
@@ -268,6 +268,7 @@ class EngineManager(BaseGenerateManager):
             if sessions is not None and session is not None:
                 sessions.refused(session)
             raise
+        del chat
         if sessions is not None and session is not None:
             sessions.use(session)
 

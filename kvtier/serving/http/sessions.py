@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import time
 import urllib.parse
 
+from kvtier.conversation.conversation import Conversation
 from kvtier.conversation.names import OtherSaltError
 from kvtier.conversation.store import ConversationStore
+from kvtier.errors import ClosedError, KVTierError
+from kvtier.serving.http.requests.refusals import Refusal
+
+_LOG = logging.getLogger("kvtier.serving")
 
 #: Of the names of conversations in the store that are sessions of a server.
 SESSIONS = "serve/"
+#: Seconds after which a disk that could not be read is tried again.
+_RETRY = 5
 
 
 class Sessions:
@@ -40,8 +48,22 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._used)
 
-    def open(self, tenant: str, session: str, salt: str | None) -> str:
-        """The conversation of a session, by name."""
+    def open(self, tenant: str, session: str, salt: str | None) -> Conversation:
+        """The conversation of a session.
+
+        Raises:
+            Refusal: what is saved of it cannot be read, or not changed, now.
+        """
+        try:
+            return self._opened(tenant, session, salt)
+        except ClosedError:
+            raise
+        except (KVTierError, OSError) as error:  # which says where the folder is
+            _LOG.error("A session cannot be opened.", exc_info=error)
+            text = "What the server keeps of this session cannot be read now: try again later."
+            raise Refusal(503, text, code="session_unavailable", retry_after=_RETRY) from error
+
+    def _opened(self, tenant: str, session: str, salt: str | None) -> Conversation:
         # One name each, whatever characters a tenant's has.
         name = f"{SESSIONS}{urllib.parse.quote(tenant, safe=' ')}/{session}"
         try:
@@ -51,7 +73,7 @@ class Sessions:
             chat = self._store.open(name, salt=salt)
         if chat.ttl != self._ttl:
             chat.ttl = self._ttl
-        return name
+        return chat
 
     def use(self, name: str) -> None:
         """A request of a session is taken: until it has `ended`, the session is used."""
@@ -91,5 +113,11 @@ class Sessions:
                 self._forget(name)
 
     def _forget(self, name: str) -> None:
+        """Nobody's request fails where the disk does: what is not forgotten is found at the next start."""
         self._used.pop(name, None)
-        self._store.forget(name)
+        try:
+            self._store.forget(name)
+        except ClosedError:
+            raise
+        except (KVTierError, OSError) as error:
+            _LOG.error("Session %r is not forgotten.", name, exc_info=error)

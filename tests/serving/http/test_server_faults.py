@@ -225,15 +225,15 @@ def test_a_forward_that_raises_fails_its_requests_and_no_later_one(
 
         monkeypatch.setattr(runner, "step", raises)
         client = running.client()
-        with pytest.raises(openai.InternalServerError, match="quoted"):
+        with pytest.raises(openai.InternalServerError, match="RuntimeError: the log"):
             client.completions.create(model=NAME, prompt=PROMPT, max_tokens=4)
-        with pytest.raises(openai.APIError, match="quoted"):
+        with pytest.raises(openai.APIError, match="RuntimeError: the log"):
             list(client.chat.completions.create(
                 model=NAME, messages=[{"role": "user", "content": PROMPT}], max_tokens=4, stream=True
             ))  # fmt: skip
         events = list(client.responses.create(model=NAME, input=PROMPT, stream=True))
         assert events[-1].type == "response.failed"
-        assert "quoted" in events[-1].response.error.message
+        assert events[-1].response.error.message == "RuntimeError: the log of the server has the rest."
         logged = [str(x.exc_info and x.exc_info[1]) for x in caplog.records if x.levelname == "ERROR"]
         assert logged == ['a "quoted"\nfault'] * 3, "whoever runs the server sees where it failed"
         caplog.clear()
@@ -449,7 +449,7 @@ def test_two_salts_of_a_session_that_come_together_are_both_answered(start: Star
 
 
 def test_a_session_that_cannot_be_read_now_is_not_forgotten(
-    start: Start, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    start: Start, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     # A long prompt: a short one may be computed before it is read from a busy disk.
     asked: dict[str, Any] = {"model": NAME, "prompt": PROMPT * 150, "max_tokens": 2, "user": "alice"}
@@ -462,11 +462,51 @@ def test_a_session_that_cannot_be_read_now_is_not_forgotten(
     with start(directory=str(tmp_path)) as running:
         with monkeypatch.context() as patch:
             patch.setattr(ConversationRows, "read", fails)
-            with pytest.raises(openai.BadRequestError, match="try again"):
-                running.client().completions.create(**asked)
+            for stream in (False, True):
+                with pytest.raises(openai.InternalServerError, match="try again") as refused:
+                    list(running.client().completions.create(**asked, stream=stream))
+                assert (refused.value.status_code, refused.value.code) == (503, "session_unavailable")
+                assert refused.value.response.headers["Retry-After"]
+                assert str(tmp_path) not in refused.value.response.text
+        assert caplog.text.count(str(tmp_path)) >= 2, "whoever runs it sees where"
         assert running.server.manager._store.names == ["serve//alice"]
         done = running.client().completions.create(**asked)
         assert done.usage.prompt_tokens_details.cached_tokens > 20
+
+
+def test_a_request_that_a_store_lets_fail_is_no_fault_of_its_client(
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As it is added, as it begins and where sessions are forgotten: no client reads of the server's files."""
+    secret = ConfigError("/home/somebody/sessions cannot be read: no space is left. Make room.")
+
+    def fails(*_: object, **__: object) -> Any:
+        raise secret
+
+    asked: dict[str, Any] = {"model": NAME, "prompt": PROMPT, "max_tokens": 2, "user": "alice"}
+    with start() as running:
+        client, engine = running.client(), running.engine
+        for owner, name in ((engine._runner, "add"), (engine._requests, "admit")):
+            with monkeypatch.context() as patch:
+                patch.setattr(owner, name, fails)
+                with pytest.raises(openai.InternalServerError, match="ConfigError: the log") as found:
+                    client.completions.create(**asked)
+                assert (found.value.status_code, found.value.code) == (500, "generation_failed")
+                parts = client.chat.completions.create(
+                    model=NAME, messages=[{"role": "user", "content": PROMPT}], stream=True
+                )
+                with pytest.raises(openai.APIError, match="ConfigError: the log"):
+                    list(parts)
+                *_, last = client.responses.create(model=NAME, input=PROMPT, stream=True)
+                assert "somebody" not in last.model_dump_json()
+        assert "somebody" in caplog.text
+        with monkeypatch.context() as patch:
+            patch.setattr(running.server.manager._store, "forget", fails)
+            wrong = {"generation_config": {"do_sample": True, "min_p": 3.0}}  # of a session that is new
+            with pytest.raises(openai.BadRequestError, match="min_p"):
+                client.completions.create(**asked | {"user": "bob"}, extra_body=wrong)
+            assert "bob' is not forgotten" in caplog.text
+            assert client.completions.create(**asked).choices[0].finish_reason == "length"
 
 
 def test_blocks_that_samples_share_count_once(start: Start) -> None:

@@ -77,8 +77,22 @@ def too_long(context: int, prompt: str) -> Refusal:
     )
 
 
+def refusal_of_asked(error: BaseException, retry_after: int = 1) -> Refusal:
+    """How an error is said that the engine raises as a request is added: what it asks may be wrong.
+
+    Args:
+        retry_after: seconds until a full queue may have room.
+    """
+    if isinstance(error, ConfigError):
+        return Refusal(400, str(error), code="invalid_value")
+    if isinstance(error, UnsupportedError):
+        return Refusal(400, str(error), code="unsupported")
+    return refusal_of(error, retry_after)
+
+
 def refusal_of(error: BaseException, retry_after: int = 1) -> Refusal:
-    """How an error of the engine is said. What is no fault of the request's is logged, with where it was raised.
+    """How an error is said that a request which was taken ends with. What is no fault of the request's is logged, with
+    where it was raised: what it says may be of files, or of others' requests, and its client hears the kind of it.
 
     Args:
         retry_after: seconds until a full queue may have room.
@@ -91,7 +105,10 @@ def refusal_of(error: BaseException, retry_after: int = 1) -> Refusal:
         return Refusal(400, str(error), code="budget_exceeded")
     if isinstance(error, ClosedError):
         return shutting_down(retry_after)
-    if isinstance(error, (ConfigError, UnsupportedError)):
-        return Refusal(400, str(error), code="unsupported")
+    return fault(error, "generation_failed")
+
+
+def fault(error: BaseException, code: str) -> Refusal:
+    """A fault of the server: whoever runs it reads in the log what its clients are not told."""
     _LOG.error("A request failed.", exc_info=error)
-    return Refusal(500, f"{type(error).__name__}: {error}", code="generation_failed")
+    return Refusal(500, f"{type(error).__name__}: the log of the server has the rest.", code=code)
