@@ -296,7 +296,7 @@ class Engine:
         Raises:
             BudgetError: it could never fit the budgets. QueueFullError: too many wait.
             ConfigError: no tokens, or none of the model's; more of them than it may have; a name in use, an option that
-                is malformed or that `generate` does not know.
+                is malformed or that `generate` does not know or take, such as several sequences without sampling.
             UnsupportedError: beams, and other ways to decode that are not token by token; several sequences, and a
                 processor or a criterion cannot be copied.
         """

@@ -20,7 +20,7 @@ from transformers import (
 from transformers.generation import stopping_criteria
 from workloads import gaps_of, stream_of_tokens
 
-from kvtier import BudgetError, Engine, UnsupportedError
+from kvtier import BudgetError, ConfigError, Engine, UnsupportedError
 from kvtier.hf.engine import sampling as sampling_module
 from kvtier.hf.engine import stopping as stopping_module
 from kvtier.hf.engine.sampling import Sampling
@@ -250,6 +250,32 @@ def test_a_request_ends_when_its_time_is_over() -> None:
         engine.close()
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_return_sequences": 2, "do_sample": False},
+        {"num_return_sequences": "2"},
+        {"max_new_tokens": 0},
+        {"max_new_tokens": "5"},
+        {"temperature": 0.0, "do_sample": True},
+        {"temperature": float("nan"), "do_sample": True},
+        {"exponential_decay_length_penalty": (1,)},
+    ],
+    ids=str,
+)
+def test_what_transformers_does_not_take_is_a_config_error_of_its_request(options: dict[str, Any]) -> None:
+    with pytest.raises(Exception) as own:  # noqa: PT011 - whatever it is
+        tiny_model("llama").generate(torch.tensor([PROMPT]), **{"max_new_tokens": 3} | options)
+    engine = Engine(tiny_model("llama"), host_budget="16MiB", block_size=4)
+    try:
+        with pytest.raises(ConfigError) as refused:
+            engine.add_request(PROMPT, **{"max_new_tokens": 3} | options)
+        assert str(own.value).splitlines()[0] in str(refused.value)
+        assert not engine.step()
+    finally:
+        engine.close()
+
+
 def test_the_time_of_a_request_runs_from_when_it_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not from when its prompt was looked at, which a full queue keeps out."""
     now = [0.0]
@@ -280,6 +306,7 @@ CRITERIA: dict[str, tuple[list[Any], dict[str, Any], str]] = {
     "more tokens than the default": ([MaxLengthCriteria(LONG + 25)], {"max_new_tokens": None}, "length"),
     "more tokens": ([MaxLengthCriteria(LONG + 25)], {"max_new_tokens": 5}, "length"),
     "fewer tokens": ([MaxLengthCriteria(LONG + 3)], {"max_new_tokens": 5}, "length"),
+    "part of a token": ([MaxLengthCriteria(LONG + 3.5)], {"max_new_tokens": 5}, "length"),  # type: ignore[arg-type]
     "two lengths": ([MaxLengthCriteria(LONG + 9), MaxLengthCriteria(LONG + 7)], {"max_new_tokens": 5}, "length"),
     "no token": ([MaxLengthCriteria(LONG)], {"max_new_tokens": 5}, "length"),
     "another end": ([EosTokenCriteria(0)], {"eos_token_id": FIRST}, "stop"),

@@ -7,7 +7,7 @@ import copy
 import difflib
 import itertools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from kvtier.errors import ConfigError, UnsupportedError
+from kvtier.errors import ConfigError, KVTierError, UnsupportedError
 from kvtier.hf.engine.copies import copied
 from kvtier.hf.engine.settings import OTHER_WAYS
 from kvtier.hf.engine.stopping import Stopping
@@ -91,6 +91,17 @@ class _OfRow:
         return self.function(self.row, ids)
 
 
+@contextlib.contextmanager
+def _settings_taken() -> Iterator[None]:
+    """Whatever Transformers raises of settings that it does not take is a `ConfigError`."""
+    try:
+        yield
+    except KVTierError:
+        raise
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+        raise ConfigError(f"{type(error).__name__}: {error}") from error
+
+
 class Sampling:
     """What one sequence is given next, and whether it ends there.
 
@@ -105,7 +116,7 @@ class Sampling:
 
     Raises:
         UnsupportedError: beams, and other ways to decode that take more than one sequence or model.
-        ConfigError: an option that `generate` does not know, or that is no setting of one sequence.
+        ConfigError: an option that `generate` does not know or take, or that is no setting of one sequence.
 
     Attributes:
         samples: whether tokens are drawn, and not the likeliest taken.
@@ -114,6 +125,7 @@ class Sampling:
         group: requests whose `group` is equal and not None have equal processors that look at scores alone.
     """
 
+    @_settings_taken()
     def __init__(
         self,
         model: Any,

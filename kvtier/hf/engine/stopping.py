@@ -56,7 +56,7 @@ class Stopping:
         lengths = [x.max_length for x in merged if type(x) is MaxLengthCriteria]
         timed = [x for x in merged if type(x) is MaxTimeCriteria]
         tokens = [x.eos_token_id.flatten().tolist() for x in merged if type(x) is EosTokenCriteria]
-        self.max_length = max(int(min(lengths)), prompt + 1)  # criteria are asked behind the first token
+        self.max_length = max(math.ceil(min(lengths)), prompt + 1)  # criteria are asked behind the first token
         self.is_timed = bool(timed)
         # The time of a user's criterion runs since that was made, and the time of a setting from `start` on.
         theirs = [x for x in timed if any(x is each for each in given)]
