@@ -16,7 +16,7 @@ import torch
 
 from kvtier.conversation.calls.reuse import RowReuse
 from kvtier.conversation.disk.pieces import Written
-from kvtier.conversation.given import check_count, check_text, message_of
+from kvtier.conversation.given import check_count, check_text, message_of, text_of
 from kvtier.conversation.index import common, packed
 from kvtier.conversation.kept.ranks import rank_of, saved_rank
 from kvtier.conversation.saved.wake import Wake
@@ -484,7 +484,7 @@ class Conversation:
             found = tokenizer.apply_chat_template(list(messages), add_generation_prompt=answer, tokenize=True)
             ids = found["input_ids"] if isinstance(found, Mapping) else found
             return [int(x) for x in ids]
-        return [int(x) for x in tokenizer("".join(str(x["content"]) for x in messages))["input_ids"]]
+        return [int(x) for x in tokenizer("".join(map(text_of, messages)))["input_ids"]]
 
     def _check_open(self) -> None:
         if self.closed or self.store.closed:

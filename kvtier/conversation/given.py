@@ -135,6 +135,15 @@ def message_of(message: object) -> dict[str, Any]:
     return dict(message)
 
 
+def text_of(message: Mapping[str, Any]) -> str:
+    """What a message says where there is no template: its content, a string or parts of text. One that only calls tools
+    has none."""
+    content = message.get("content")
+    if isinstance(content, (list, tuple)):
+        return "".join(str(part.get("text", "")) if isinstance(part, Mapping) else str(part) for part in content)
+    return "" if content is None else str(content)
+
+
 def check_text(tokenizer: object, messages: Sequence[Mapping[str, Any]]) -> None:
     """Whether a chat can say messages: a chat gives a model token ids, and nothing else.
 

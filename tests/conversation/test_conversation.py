@@ -73,18 +73,35 @@ def test_whoever_goes_on_while_a_message_is_being_sent_is_refused(what: str) -> 
         assert len(chat.messages) == 4
 
 
+class Plain(Tokenizer):
+    """It has no template."""
+
+    chat_template = None
+
+    def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
+        return {"input_ids": [len(x) for x in text.split()]}
+
+
 def test_a_message_of_no_tokens_is_refused_in_a_sentence() -> None:
-    class Plain(Tokenizer):
-        chat_template = None
-
-        def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
-            return {"input_ids": [len(x) for x in text.split()]}
-
     with store_of(tiny_model("llama")) as store:
         chat = store.open("alice")
         with pytest.raises(ConfigError, match="no tokens"):
             chat.send("", tokenizer=Plain(), **GREEDY)
         assert chat.messages == []
+
+
+CALL = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}, {"content": []}], ids=str)
+def test_a_message_that_only_calls_tools_says_nothing_without_a_template(content: dict[str, Any]) -> None:
+    with store_of(tiny_model("llama")) as store:
+        chat = store.open("alice")
+        chat.messages = [{"role": "user", "content": "one two"}, {"role": "assistant", "tool_calls": [CALL], **content}]
+        answer = [{"type": "text", "text": " three "}, {"type": "text", "text": "four"}]
+        chat.send({"role": "tool", "content": answer}, tokenizer=Plain(), **GREEDY)
+        assert chat.ids[:4] == [3, 3, 5, 4]
+        assert len(chat.messages) == 4
 
 
 class OfImages(ProcessorMixin):
