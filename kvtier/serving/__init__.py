@@ -7,6 +7,7 @@ requests.py `Requests`: which request waits, runs or has ended
 step.py     `StepRunner`: a step, from the scheduler's plan to the tokens
 processes.py `Processes`: those that a model is divided over, which compute the same steps
 loop.py     `Loop`: steps in a thread of its own, or in whoever asks for one
+batch.py    `Batch`: the prompts of one call, added as the queue has room
 engine.py   `Engine`, which puts them together
 text.py     tokens to text as they come, and stop strings in it
 runners/    what runs the model: all tokens in one forward, or each sequence alone; and which one serves it

@@ -11,8 +11,9 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from kvtier.config import CacheOptions, Size, checks_names, parse_bytes
+from kvtier.conversation.given import check_count
 from kvtier.conversation.store import ConversationStore
-from kvtier.errors import BudgetError, ConcurrentUseError, ConfigError, QueueFullError, UnsupportedError
+from kvtier.errors import ConcurrentUseError, ConfigError, UnsupportedError
 from kvtier.hf.engine.copies import options_of_each
 from kvtier.hf.engine.sampling import Sampling
 from kvtier.hf.models import generation as of
@@ -23,14 +24,14 @@ from kvtier.memory.tiered import TieredMemory
 from kvtier.scheduling.names import SchedulerName, scheduler_of
 from kvtier.scheduling.prices import RECOMPUTE, SWAP, Always
 from kvtier.scheduling.scheduler import Scheduler
+from kvtier.serving.batch import Batch
 from kvtier.serving.costs import Costs
 from kvtier.serving.loop import Loop
 from kvtier.serving.prefixes import prefixes_of
 from kvtier.serving.request import EngineLoad, Listener, Prepared, Request, RequestOptions, RequestOutput, prompt_of
 from kvtier.serving.requests import Requests
-from kvtier.serving.runners.choice import choose_runner
+from kvtier.serving.runners.choice import allow_sub_batches, choose_runner
 from kvtier.serving.runners.packed import PackedRunner
-from kvtier.serving.runners.sub_batches import why_not as why_no_turns
 from kvtier.serving.step import StepRunner
 
 _LOG = logging.getLogger("kvtier.serving")
@@ -113,13 +114,9 @@ class Engine:
     ) -> None:
         of.check_model(model)
         options = CacheOptions.parse(block_size, host_attention) if store is None else store.caches.options
-        for name, value in (
-            ("max_batch_tokens", max_batch_tokens),
-            ("max_running", max_running),
-            ("max_waiting", max_waiting),
-        ):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name}={value!r}: give a number, at least 1.")
+        check_count("max_batch_tokens", max_batch_tokens, 1)
+        check_count("max_running", max_running, 1)
+        check_count("max_waiting", max_waiting, 1)
         if not isinstance(sub_batches, bool) and sub_batches != "auto":
             raise ConfigError(f"sub_batches={sub_batches!r}: give True, False or 'auto'.")
         if store is not None:
@@ -146,21 +143,17 @@ class Engine:
         self._enabled = None
         self._closed = False
         self._costs = costs = Costs(max_batch_tokens, measured.hardware(of.device_of(model)).rates())
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._give_back)
             with launch.on(of.device_of(model)):
                 self._runner, self._enabled = choose_runner(model, memory, options, runner)
             if self._enabled is not None:
                 # What is left when all that may run a step is garbage, also the thread of an engine that is not closed.
                 self._enabled.end_with(self._runner)
-            try:
-                self._allow(sub_batches)
-                self._prefixes = prefixes_of(model, self._runner, store, costs, states)
-            except BaseException:
-                self._runner.close()
-                raise
-        except BaseException:
-            self._give_back()
-            raise
+            undo.callback(self._runner.close)
+            allow_sub_batches(self._runner, model, memory, sub_batches)
+            self._prefixes = prefixes_of(model, self._runner, store, costs, states)
+            undo.pop_all()
         self._store = store
         if store is not None:
             store.engines.add(self)
@@ -181,24 +174,6 @@ class Engine:
         self._loop = Loop(
             self._requests, self._steps, memory, functools.partial(of.device_of, model), weakref.ref(self)
         )
-
-    def _allow(self, sub_batches: object) -> None:
-        """Let forwards take turns, or say why they do not."""
-        runner = self._runner
-        if not sub_batches:
-            return
-        if not isinstance(runner, PackedRunner):
-            reason = f"the model is run {runner.name}"
-        else:
-            reason = why_no_turns(self._model, self.memory, runner.forward.options.host_attention)
-        if not reason and sub_batches == "auto" and any(device.kind != "cpu" for device in self.memory.devices):
-            reason = "no accelerator was there to test that on yet; sub_batches=True asks for it"
-        if reason and sub_batches is True:
-            raise UnsupportedError(f"sub_batches=True: {reason}.")
-        if reason:
-            _LOG.debug("Forwards do not take turns: %s.", reason)
-        elif isinstance(runner, PackedRunner):
-            runner.allow_sub_batches()
 
     @property
     def sub_batches(self) -> bool:
@@ -340,30 +315,16 @@ class Engine:
 
     def _add(self, asked: Prepared) -> list[Request]:
         """A request for each sequence of a prompt."""
-        prompt, samplings, terms = asked
-        requests = self._requests
+        requests, terms = self._requests, asked.terms
         # Held until it is the request's: it is read here, if it is on the disk, and steps do not wait for that.
         chat = None if terms.conversation is None or self._store is None else self._store.find(terms.conversation)
         with self.memory.lock:
             self.memory.follow()  # what steps read of the request, such as a processor's tensors, may be being made
         with requests.lock, requests.change:
             requests.check_open()
-            self._check_fits(prompt, samplings[0])
-            made = requests.add(prompt, samplings, terms)
+            made = requests.add(*asked)
         del chat
         return made
-
-    def _check_fits(self, prompt: Sequence[int], sampling: Sampling) -> None:
-        """Refuse what could never run, even alone."""
-        try:
-            self._runner.check_fits(sampling.max_length - 1)  # the last token is never attended to
-        except BudgetError as error:
-            raise BudgetError(
-                f"A prompt of {len(prompt)} tokens that may grow to {sampling.max_length} does not fit. {error}",
-                tier=error.tier,
-                needed=error.needed,
-                budget=error.budget,
-            ) from None
 
     def cancel(self, request_id: str) -> None:
         """Let a request end at the next step; its output says "cancelled". Nothing, if it has ended."""
@@ -455,51 +416,20 @@ class Engine:
         self._loop.check_outside()
         terms = RequestOptions(**{name: options.pop(name) for name in RequestOptions.names() & options.keys()})
         seed = options.pop("seed", None)
-        found: dict[str, RequestOutput] = {}
-        added: list[Request] = []
-        pending = list(enumerate(map(prompt_of, inputs)))
-        if terms.request_id is not None and len(pending) > 1:
-            raise ConfigError(f"request_id={terms.request_id!r:.80} cannot name {len(pending)} requests: leave it out.")
-        own = options_of_each(options, len(pending))
-        mine, asked = next(own), None
-        try:
-            while pending or not all(each.done.is_set() for each in added):
-                while pending:
-                    i, ids = pending[0]
-                    try:
-                        # Once, also where the queue is full for some time: it takes a seed of torch's.
-                        asked = asked or self._prepared(ids, generation_config, terms, seed, mine, row=i)
-                        made = self._add(asked)
-                    except QueueFullError:
-                        break
-                    except (BudgetError, ConfigError) as error:
-                        name = f"refused-{i}" if terms.request_id is None else str(terms.request_id)
-                        output = RequestOutput(name, ids, finish_reason="error", error=error)
-                        found[name] = output
-                    else:
-                        added += made
-                        found |= {each.name: each.output for each in made}
-                    pending.pop(0)
-                    mine, asked = next(own, mine), None
-                self._go_on(added, 0 if asked is None else len(asked.samplings))
-        except BaseException:  # nobody is given the outputs
-            with self._requests.lock:
-                for each in added:
-                    each.cancelled = True
-            raise
+        prompts = list(map(prompt_of, inputs))
+        if terms.request_id is not None and len(prompts) > 1:
+            raise ConfigError(f"request_id={terms.request_id!r:.80} cannot name {len(prompts)} requests: leave it out.")
+        own = options_of_each(options, len(prompts))
+
+        def prepare(number: int) -> Prepared:
+            return self._prepared(prompts[number], generation_config, terms, seed, next(own), row=number)
+
+        name = None if terms.request_id is None else str(terms.request_id)
+        found = Batch(self._requests, self._loop, prepare, self._add).run(prompts, name)
         failed = [x for x in found.values() if x.error is not None]
         if failed:
             _LOG.warning("%d of %d requests failed, the first with: %s", len(failed), len(found), failed[0].error)
         return found
-
-    def _go_on(self, added: Sequence[Request], count: int) -> None:
-        """Return when one of these requests has ended, or the queue has room for so many sequences of a prompt; 0: for
-        none."""
-        waited = next((each.done for each in added if not each.done.is_set()), None)
-        if waited is not None or count:
-            self._loop.run_until(
-                lambda: (waited is not None and waited.is_set()) or (count > 0 and self._requests.has_room(count))
-            )
 
     # The loop
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 from kvtier.conversation.store import ConversationStore
-from kvtier.errors import ClosedError, ConfigError, QueueFullError
+from kvtier.errors import BudgetError, ClosedError, ConfigError, QueueFullError
 from kvtier.forks import heed, inherited
 from kvtier.hf.engine.sampling import Sampling
 from kvtier.memory.access.change import Change, undone
@@ -166,8 +166,10 @@ class Requests:
             samplings: what each asks.
 
         Raises:
-            ConfigError: a name is in use, or the conversation is of another salt. QueueFullError: too many wait.
+            BudgetError: it could never fit the budgets. QueueFullError: too many wait.
+            ConfigError: a name is in use, or the conversation is of another salt.
         """
+        self._check_fits(prompt, samplings[0].max_length)
         now, chat = self._read_clock(), None
         active = {each.job.tenant for each in self.named.values()}
         if terms.tenant not in active:
@@ -204,6 +206,18 @@ class Requests:
             self.named[request.name] = request
         self.lock.notify_all()
         return made
+
+    def _check_fits(self, prompt: Sequence[int], length: int) -> None:
+        """Refuse what could never run, even alone."""
+        try:
+            self._runner.check_fits(length - 1)  # the last token is never attended to
+        except BudgetError as error:
+            raise BudgetError(
+                f"A prompt of {len(prompt)} tokens that may grow to {length} does not fit. {error}",
+                tier=error.tier,
+                needed=error.needed,
+                budget=error.budget,
+            ) from None
 
     def wait(self, request: Request) -> None:
         """A request waits from now on."""

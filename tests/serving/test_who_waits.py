@@ -16,6 +16,7 @@ from workloads import by_generate, model_of
 from kvtier import ConfigError, Engine
 from kvtier.serving import engine as engine_module
 from kvtier.serving import loop
+from kvtier.serving.batch import Batch
 from kvtier.serving.step import StepRunner
 
 LONG = 120.0
@@ -198,7 +199,9 @@ def test_a_batch_whose_last_request_has_just_ended_waits_for_nothing() -> None:
     name = added(engine, 2)
     request = engine._requests.named[name]
     engine.wait(name)
-    thread = threading.Thread(target=engine._go_on, args=([request], 0), daemon=True)
+    batch = Batch(engine._requests, engine._loop, SimpleNamespace, SimpleNamespace)  # type: ignore[arg-type]
+    batch.added = [request]
+    thread = threading.Thread(target=batch._go_on, args=(0,), daemon=True)
     thread.start()
     thread.join(60)
     assert not thread.is_alive()

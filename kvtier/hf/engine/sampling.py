@@ -99,7 +99,8 @@ def _settings_taken() -> Iterator[None]:
     except KVTierError:
         raise
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
-        raise ConfigError(f"{type(error).__name__}: {error}") from error
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        raise ConfigError(f"{kind}{error}") from error
 
 
 class Sampling:

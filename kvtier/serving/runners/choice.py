@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -29,6 +29,7 @@ from kvtier.serving.runners.packed import PackedRunner
 from kvtier.serving.runners.ragged import RaggedRunner
 from kvtier.serving.runners.runner import Runner, Work
 from kvtier.serving.runners.single import SingleRunner
+from kvtier.serving.runners.sub_batches import why_not as why_no_turns
 
 _LOG = logging.getLogger("kvtier.serving")
 
@@ -94,6 +95,31 @@ def choose_runner(
             "options, and budgets in bytes ('auto' is what each of them finds)."
         )
     return runner, enabled
+
+
+def allow_sub_batches(runner: Runner, model: Any, memory: TieredMemory, asked: bool | Literal["auto"]) -> None:
+    """Let forwards of a runner take turns, or say why they do not.
+
+    Args:
+        asked: whether they may; "auto": where that can be, and was tested.
+
+    Raises:
+        UnsupportedError: they were asked to, and cannot.
+    """
+    if not asked:
+        return
+    if not isinstance(runner, PackedRunner):
+        reason = f"the model is run {runner.name}"
+    else:
+        reason = why_no_turns(model, memory, runner.forward.options.host_attention)
+    if not reason and asked == "auto" and any(device.kind != "cpu" for device in memory.devices):
+        reason = "no accelerator was there to test that on yet; sub_batches=True asks for it"
+    if reason and asked is True:
+        raise UnsupportedError(f"sub_batches=True: {reason}.")
+    if reason:
+        _LOG.debug("Forwards do not take turns: %s.", reason)
+    elif isinstance(runner, PackedRunner):
+        runner.allow_sub_batches()
 
 
 def _chosen(model: Any, memory: TieredMemory, options: CacheOptions, name: str) -> tuple[Runner, Enabled | None]:
