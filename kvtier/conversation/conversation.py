@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import sys
 import threading
 import time
-from array import array
 from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import Any, Protocol
@@ -18,7 +16,7 @@ from kvtier.conversation.calls.reuse import RowReuse
 from kvtier.conversation.disk.pieces import Written
 from kvtier.conversation.given import check_count, check_text, message_of, text_of
 from kvtier.conversation.index import common, packed
-from kvtier.conversation.kept.ranks import rank_of, saved_rank
+from kvtier.conversation.kept.ranks import rank_of
 from kvtier.conversation.saved.wake import Wake
 from kvtier.errors import ClosedError, ConcurrentUseError, ConfigError
 from kvtier.eviction.rank import DEFAULT
@@ -403,68 +401,6 @@ class Conversation:
         if not self.closed:
             self.store.conversations.remove(self)
             self.closed = True  # last: what is cut short is done again
-
-    # For the disk
-
-    @property
-    def saved(self) -> bool:
-        """Whether it can be: a salt of another kind than a string or a whole number is not known to later processes."""
-        return self.salt is None or type(self.salt) in (str, int)
-
-    @property
-    def is_blank(self) -> bool:
-        """Whether there is nothing in it that another one of its name would not have."""
-        return not self.ids and not self.messages and self.rank == DEFAULT
-
-    @property
-    def ranked_ids(self) -> bytes:
-        """The tokens of its history that were computed, packed; without a rank of its own none, for nobody looks for
-        them."""
-        return b"" if self.rank == DEFAULT else packed(self.ids[:-1])
-
-    def state(self) -> dict[str, Any]:
-        """What it is, as JSON takes it."""
-        ids, messages, ends = self._said()
-        state = {"ids": ids, "messages": messages, "salt": self.salt, "ends": list(ends.items())}
-        rank = self.rank
-        if rank != DEFAULT:
-            state |= {"pinned": rank.pinned, "priority": rank.priority}
-            state["ttl"] = None if rank.ttl == math.inf else rank.ttl
-        return state | {"used": self.used}
-
-    @classmethod
-    def of(cls, store: Store, name: str, state: Mapping[str, Any], written: Written) -> Conversation:
-        """A conversation as it was saved; what is damaged is left out."""
-        made = cls(store, name, state.get("salt"))
-        made.written = written
-        ids, messages = state.get("ids"), state.get("messages")
-        if isinstance(ids, list) and all(type(x) is int for x in ids):
-            made.ids = ids
-        if isinstance(messages, list) and all(isinstance(x, dict) and "role" in x for x in messages):
-            made.messages = messages
-        ends = state.get("ends")
-        if isinstance(ends, list) and all(isinstance(x, list) and [type(y) for y in x] == [int, int] for x in ends):
-            made.ends = dict(ends)
-        made.rank = saved_rank(state)
-        used = state.get("used")
-        if isinstance(used, (int, float)) and used < made.used:  # clocks are set back
-            made.used = float(used)
-        return made
-
-    @classmethod
-    def again(cls, says: Mapping[str, Any]) -> Conversation:
-        """A conversation with the attributes of one that nobody holds any more."""
-        made = cls.__new__(cls)
-        ids = says["ids"]
-        vars(made).update(says, ids=ids.tolist() if isinstance(ids, array) else ids)
-        return made
-
-    @staticmethod
-    def pack(says: dict[str, Any]) -> None:
-        """Let the attributes of one that nobody holds take less room; what are no token ids stay as they are."""
-        if type(says["ids"]) is list:
-            with contextlib.suppress(TypeError, OverflowError):
-                says["ids"] = array("q", says["ids"])
 
     def _ends_in(self, said: Sequence[int], tokenizer: Any, messages: Sequence[Message]) -> dict[int, int]:
         """What numbers of messages came to in what was said now. A template may change what came before, and an answer

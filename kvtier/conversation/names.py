@@ -9,6 +9,7 @@ from collections import OrderedDict, deque
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
+from kvtier.conversation import records
 from kvtier.conversation.conversation import Conversation, Store
 from kvtier.conversation.disk.disk import Disk
 from kvtier.conversation.disk.pieces import Written
@@ -160,7 +161,7 @@ class Conversations:
                 if state is None:
                     self._known.pop(name, None)  # it is damaged
                     return None
-                return self._add(Conversation.of(self._owner, name, state, written))
+                return self._add(records.conversation_of(self._owner, name, state, written))
 
     def says(self, name: str) -> dict[str, Any]:
         """What a conversation says, its `ids` and `salt` among that; nothing, if there is none. One that is not in
@@ -173,7 +174,7 @@ class Conversations:
             with self._memory.lock, self._memory.change:
                 known = self._known.get(name)
                 if known is not None:
-                    return dict(vars(known.chat() or Conversation.again(known.says)))
+                    return dict(vars(known.chat() or records.again(known.says)))
             return (self._disk and name in self._known and self._disk.conversation(name)) or {}
 
     @property
@@ -187,7 +188,7 @@ class Conversations:
         known = self._known.get(name)
         if known is None:
             return None
-        return known.chat() or self._add(Conversation.again(known.says))
+        return known.chat() or self._add(records.again(known.says))
 
     def _add(self, chat: Conversation) -> Conversation:
         """This is the conversation of its name now."""
@@ -217,7 +218,7 @@ class Conversations:
 
     def _follow(self, chat: Conversation, computed_as: Hashable) -> None:
         """The history of a conversation has its rank."""
-        ids = chat.ranked_ids
+        ids = records.ranked_ids(chat)
         with self._memory.lock, self._memory.change:
             if not self._owner.closed and self.has(chat):
                 self._ranks.follow(chat.name, (computed_as, chat.salt), ids, chat.rank)
@@ -253,9 +254,9 @@ class Conversations:
         with self.lock:
             if self._disk is None or self._owner.closed or not self.has(chat):
                 return
-            self._disk.rank(chat.name, chat.salt, chat.ranked_ids, chat.rank, chat.used)
-            if chat.saved:
-                self._disk.save_conversation(chat.name, chat.state(), chat.written)
+            self._disk.rank(chat.name, chat.salt, records.ranked_ids(chat), chat.rank, chat.used)
+            if records.can_be_saved(chat):
+                self._disk.save_conversation(chat.name, records.record_of(chat), chat.written)
 
     def save_all(self) -> list[str]:
         """Save all that are in memory: their users may have changed them. The names of those that the disk did not
@@ -268,11 +269,11 @@ class Conversations:
             with self.lock:
                 with self._memory.lock, self._memory.change:
                     known = self._known.get(name)
-                    chat = None if known is None else known.chat() or Conversation.again(known.says)
-                if chat is None or not chat.saved:
+                    chat = None if known is None else known.chat() or records.again(known.says)
+                if chat is None or not records.can_be_saved(chat):
                     continue
-                is_new = chat.is_blank and chat.written.digest is None
-                if not self._disk.save_conversation(name, chat.state(), chat.written) and not is_new:
+                is_new = records.is_blank(chat) and chat.written.digest is None
+                if not self._disk.save_conversation(name, records.record_of(chat), chat.written) and not is_new:
                     lost.append(name)
         self.let_go()
         return [] if self._disk.is_inherited else lost
@@ -312,13 +313,13 @@ class Conversations:
         known = self._known.get(name)
         if known is None or known.chat is not ref:
             return True  # it was opened again, or closed
-        chat = Conversation.again(known.says)
-        is_new = chat.is_blank and chat.written.digest is None
+        chat = records.again(known.says)
+        is_new = records.is_blank(chat) and chat.written.digest is None
         if not is_new:
-            if self._disk is None or not chat.saved:
-                Conversation.pack(known.says)
+            if self._disk is None or not records.can_be_saved(chat):
+                records.pack(known.says)
                 return True
-            if not self._disk.save_conversation(name, chat.state(), chat.written):
+            if not self._disk.save_conversation(name, records.record_of(chat), chat.written):
                 return False
         with self._memory.lock, self._memory.change:
             if self._known.get(name) is known:  # nobody has opened it meanwhile

@@ -22,6 +22,7 @@ from kvtier import ConversationStore, KVTierError
 from kvtier.conversation.conversation import Conversation
 from kvtier.conversation.disk.disk import Disk
 from kvtier.conversation.index import common, packed
+from kvtier.conversation.records import is_blank
 
 #: Of the lines of each act, so many; KVTIER_TEST_LINES=1000000 asks for all.
 LINES = int(os.environ.get("KVTIER_TEST_LINES", "100"))
@@ -103,7 +104,7 @@ def whole(store: ConversationStore) -> dict[str, Any]:
     found = {}
     for name in store.names:
         chat = store.find(name)
-        if chat is not None and not chat.is_blank:
+        if chat is not None and not is_blank(chat):
             found[name] = said(chat)
     return found
 

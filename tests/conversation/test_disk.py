@@ -27,6 +27,7 @@ from kvtier.conversation.disk import disk as disks_module
 from kvtier.conversation.disk import pieces
 from kvtier.conversation.disk.disk import Disk
 from kvtier.conversation.disk.files import files
+from kvtier.conversation.records import record_of
 
 NAMES = ("llama", "gemma3", "qwen3_next", "deepseek_v3")
 
@@ -174,9 +175,9 @@ def test_what_is_saved_of_a_chat_is_what_it_was_after_some_turn(
         chat, was = store.open("alice"), []
         for message in ("Who are you?", "And?"):
             chat.send(message, tokenizer=tokenizer, **GREEDY)
-            was.append(chat.state())
+            was.append(record_of(chat))
         chat.regenerate(tokenizer=tokenizer, **GREEDY)
-        was.append(chat.state())
+        was.append(record_of(chat))
         assert saved == was
 
 
