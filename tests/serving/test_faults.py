@@ -167,7 +167,11 @@ def gives_two_rows(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     return scores.repeat(2, 1)
 
 
-@pytest.mark.parametrize("processor", [raises, gives_two_rows])
+def gives_more_tokens(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    return torch.cat([scores, scores + 99], 1)
+
+
+@pytest.mark.parametrize("processor", [raises, gives_two_rows, gives_more_tokens])
 def test_a_processor_that_fails_ends_its_own_request(processor: Any) -> None:
     prompts = some(random.Random(1), 4)
     with engine_of("llama", random.Random(0)) as engine:

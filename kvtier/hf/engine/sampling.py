@@ -343,6 +343,8 @@ def _choose_alike(
         part = first.processed(ids[0], torch.stack(list(scores)).float())
         if len(part) != len(of):  # of a processor of the user's: it would give others tokens
             raise ValueError(f"A processor gave scores of {len(part)} sequences for {len(of)}.")
+        if part.shape[-1] > len(scores[0]):  # a token that is none ends a GPU for all, as the next step reads it
+            raise ValueError(f"A processor gave scores of {part.shape[-1]} tokens for {len(scores[0])}.")
         if not first.samples:
             greedy: list[int] = part.argmax(-1).tolist()
             return greedy
