@@ -46,19 +46,19 @@ torch.set_num_threads(said["threads"])
 import kvtier
 from benchmarks.models import load
 from kvtier.conversation.saved import archive
-from kvtier.conversation.disk import disk
+from kvtier.conversation.disk import reading
 
 archive.LARGEST = said["file"]
-rate, read = said["rate"], disk.read_tensors
+rate, read = said["rate"], reading.read_tensors
 if rate:
-    disk.seems_cached = lambda *args: False
+    reading.seems_cached = lambda *args: False
 def slow(file, nbytes, *args):
     began = time.perf_counter()
     found = read(file, nbytes, *args)
     if rate:
         time.sleep(max(began + nbytes / rate - time.perf_counter(), 0))
     return found
-disk.read_tensors = slow
+reading.read_tensors = slow
 
 model = load(said["model"], torch.device("cpu"), torch.float32)
 draw = torch.Generator("cpu").manual_seed(0)

@@ -13,8 +13,8 @@ from kvtier.conversation.disk.keys import UNKNOWN
 from kvtier.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvtier.conversation.disk.contents import Contents
-    from kvtier.conversation.disk.upkeep import Upkeep
+    from kvtier.conversation.disk.tools.contents import Contents
+    from kvtier.conversation.disk.tools.upkeep import Upkeep
 
 _EXAMPLES = """\
 examples:
@@ -74,7 +74,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def ls(args: argparse.Namespace) -> int:
     """Print what there is. Returns the exit status."""
-    from kvtier.conversation.disk.contents import contents
+    from kvtier.conversation.disk.tools.contents import contents
 
     found = contents(args.directory)
     rows, rest = conversations(found), unreferred_bytes(found)
@@ -125,14 +125,14 @@ def versions(found: Contents) -> list[tuple[str, int, int]]:
 
 def unreferred_bytes(found: Contents) -> int:
     """Bytes of files that no conversation refers to."""
-    from kvtier.conversation.disk.upkeep import unreferred
+    from kvtier.conversation.disk.tools.upkeep import unreferred
 
     return sum(found.rows[n].nbytes for n in unreferred(found))
 
 
 def show(args: argparse.Namespace) -> int:
     """Print one conversation. Returns the exit status."""
-    from kvtier.conversation.disk.contents import contents, stop_of
+    from kvtier.conversation.disk.tools.contents import contents, stop_of
 
     found = contents(args.directory)
     state = found.conversations.get(args.name)
@@ -168,7 +168,7 @@ def show(args: argparse.Namespace) -> int:
 
 def verify(args: argparse.Namespace) -> int:
     """Read every file. Returns the exit status: 1 where something is damaged, or was."""
-    from kvtier.conversation.disk.contents import verify
+    from kvtier.conversation.disk.tools.contents import verify
 
     files, nbytes, damage = verify(args.directory)
     for each in damage:
@@ -182,7 +182,7 @@ def verify(args: argparse.Namespace) -> int:
 
 def copy(args: argparse.Namespace) -> int:
     """Copy the directory. Returns the exit status: 1 where something is damaged."""
-    from kvtier.conversation.disk.copying import copy_folder
+    from kvtier.conversation.disk.tools.copying import copy_folder
 
     done = copy_folder(args.directory, args.to)
     files = count(done.files, "file")
@@ -212,8 +212,8 @@ def compact(args: argparse.Namespace) -> int:
 def gc(args: argparse.Namespace) -> int:
     """Remove what no conversation refers to. Returns the exit status."""
     if args.dry_run:
-        from kvtier.conversation.disk.contents import contents
-        from kvtier.conversation.disk.upkeep import unreferred
+        from kvtier.conversation.disk.tools.contents import contents
+        from kvtier.conversation.disk.tools.upkeep import unreferred
 
         found = contents(args.directory)
         gone = unreferred(found)
@@ -228,7 +228,7 @@ def gc(args: argparse.Namespace) -> int:
 def drop(args: argparse.Namespace) -> int:
     """Remove what versions of Transformers have computed. Returns the exit status."""
     if args.dry_run:
-        from kvtier.conversation.disk.contents import contents
+        from kvtier.conversation.disk.tools.contents import contents
 
         found = contents(args.directory)
         for version in map(_version, args.versions):
@@ -274,7 +274,7 @@ def rm(args: argparse.Namespace) -> int:
 
 
 def _upkeep(args: argparse.Namespace) -> Upkeep:
-    from kvtier.conversation.disk.upkeep import Upkeep
+    from kvtier.conversation.disk.tools.upkeep import Upkeep
 
     return Upkeep(args.directory)
 

@@ -22,7 +22,7 @@ from kvtier import ConversationStore
 from kvtier.cli.chat import command, screen
 from kvtier.cli.chat.screen import Answer, Stop
 from kvtier.cli.main import main
-from kvtier.conversation.disk.contents import contents
+from kvtier.conversation.disk.tools.contents import contents
 
 ROOT = Path(__file__).resolve().parents[2]
 PYLM = str(ROOT / "examples" / "pylm")

@@ -23,8 +23,8 @@ from test_store import GREEDY, Tokenizer, fresh, grown, ones, some_ids, store_of
 from test_turns import check_kept
 
 from kvtier import ConfigError, StoreInUseError
-from kvtier.conversation.disk import disk as disks_module
 from kvtier.conversation.disk import pieces
+from kvtier.conversation.disk import reading as reading_module
 from kvtier.conversation.disk.disk import Disk
 from kvtier.conversation.disk.files import files
 from kvtier.conversation.records import record_of
@@ -460,7 +460,7 @@ class SlowClock:
             return read(*args)
 
         for name in ("read_tensors", "read_straight"):
-            monkeypatch.setattr(disks_module, name, functools.partial(slow, getattr(disks_module, name)))
+            monkeypatch.setattr(reading_module, name, functools.partial(slow, getattr(reading_module, name)))
         monkeypatch.setattr(time, "perf_counter", lambda: clock() + self.late)
 
 

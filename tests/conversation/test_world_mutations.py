@@ -20,8 +20,9 @@ from kvtier.conversation.calls.prefix_reuse import PrefixReuse
 from kvtier.conversation.conversation import Conversation
 from kvtier.conversation.disk.disk import Disk
 from kvtier.conversation.disk.files import files, folder, straight
+from kvtier.conversation.disk.reading import ChainReader
 from kvtier.conversation.disk.room import Room
-from kvtier.conversation.disk.upkeep import Upkeep
+from kvtier.conversation.disk.tools.upkeep import Upkeep
 from kvtier.conversation.index import PrefixIndex
 from kvtier.conversation.journal import JournalledCache
 from kvtier.conversation.kept.kept import Kept
@@ -148,9 +149,12 @@ MUTATIONS: dict[str, Mutation] = {
         edit(files, "_checked", "!= sums", "is None"),
         edit(straight, "read_straight", " and cached.sums == sums", ""),
     ),
-    "chunks are read in another order": edit(Disk, "read", "chunk.chain()[::-1]", "chunk.chain()"),
+    "chunks are read in another order": edit(ChainReader, "parts", "chunk.chain()[::-1]", "chunk.chain()"),
     "the end of a chunk that another one continues is read": edit(
-        Disk, "read", "x) for x in (*(each.start for each in chain[1:]), chain[-1].stop)", "x.stop) for x in chain"
+        ChainReader,
+        "parts",
+        "x) for x in (*(each.start for each in chain[1:]), chain[-1].stop)",
+        "x.stop) for x in chain",
     ),
     "a file is named before it is on the disk": edit(files, "_write", "os.fsync(handle)", "pass"),
     "a row is written before the name of its file is on the disk": edit(

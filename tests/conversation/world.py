@@ -49,7 +49,7 @@ from kvtier.conversation.calls import columns, prefix_reuse
 from kvtier.conversation.conversation import Conversation
 from kvtier.conversation.disk.disk import Disk
 from kvtier.conversation.disk.files import ahead
-from kvtier.conversation.disk.upkeep import Upkeep
+from kvtier.conversation.disk.tools.upkeep import Upkeep
 from kvtier.conversation.index import WIDTH, common, packed, unpacked
 from kvtier.conversation.kept import kept, retention
 from kvtier.conversation.saved import archive, wake

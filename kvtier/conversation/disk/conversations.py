@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from kvtier.conversation.disk.manifest import Manifest
 from kvtier.conversation.disk.pieces import GROWING, Listed, Written, read_list, save_list
 from kvtier.conversation.disk.pieces import digest as digest_of
+from kvtier.conversation.index import packed
 
 # What is there already is not written again: nobody waits for a disk then. And it keeps its place in the order.
 _SAVE_CONVERSATION = (
@@ -236,6 +237,14 @@ class ConversationRows:
         for name, state, digest in self._db.execute("SELECT name, state, digest FROM conversations ORDER BY rowid"):
             found = self._state(name, state, digest)
             yield None if found is None else (name.decode("utf-8", "surrogatepass"), found)
+
+
+def ids_of(state: dict[str, Any]) -> bytes:
+    """The token ids of a conversation, packed; none, where they are no token ids."""
+    ids = state.get("ids")
+    if isinstance(ids, list) and all(type(x) is int and -(2**63) <= x < 2**63 for x in ids):
+        return packed(ids)
+    return b""
 
 
 def _whole_turns(state: dict[str, Any]) -> dict[str, Any]:

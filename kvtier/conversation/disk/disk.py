@@ -13,29 +13,26 @@ forgotten, with all that continues it. What cannot be read now, for want of hand
 from __future__ import annotations
 
 import contextlib
-import functools
-import gc
-import itertools
 import json
-import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from kvtier.conversation.disk.chunks import ROW, Chunk, Chunks, fits
+from kvtier.conversation.disk.chunks import ROW, Chunk, Chunks
 from kvtier.conversation.disk.conversations import ConversationRows
-from kvtier.conversation.disk.files.ahead import read_ahead
-from kvtier.conversation.disk.files.files import Buffer, Damaged, read_tensors, said_of, write_tensors
+from kvtier.conversation.disk.files.files import Damaged, write_tensors
 from kvtier.conversation.disk.files.folder import MANIFEST, Folder
-from kvtier.conversation.disk.files.straight import Blocks, read_straight, seems_cached
+from kvtier.conversation.disk.files.straight import Blocks
 from kvtier.conversation.disk.manifest import LONGEST, Manifest, Row
 from kvtier.conversation.disk.order import Order, Ranked
 from kvtier.conversation.disk.pieces import Written
+from kvtier.conversation.disk.reading import ChainReader, DamagedChunk, Part, reaching
+from kvtier.conversation.disk.recovery import Recovery
 from kvtier.conversation.disk.room import FAILURES, Room
 from kvtier.conversation.index import WIDTH
 from kvtier.errors import BudgetError, ClosedError, ConfigError
@@ -45,20 +42,6 @@ from kvtier.forks import heed
 #: Bytes that the header of a file takes for each tensor, at the most, besides its name.
 _HEADER = 256
 _GROWN = "what conversations are has grown meanwhile"
-
-
-class Part(NamedTuple):
-    """What was read of one chunk.
-
-    Attributes:
-        start, stop: tokens of the sequence; the tensors may hold more, which another sequence continues.
-        tensors, said: as they were saved, but for tokens before `start`. No tensors: the tokens are where they belong.
-    """
-
-    start: int
-    stop: int
-    tensors: dict[str, torch.Tensor]
-    said: str
 
 
 class Disk:
@@ -97,7 +80,6 @@ class Disk:
         self._chunks = Chunks()
         self._order = Order(self._chunks)
         self.others = dict[str, int]()
-        self._prefix = prefix
         # A number is not used again as long as the folder is open, whatever becomes of its file.
         self._next = 1
         # Conversations that are not, or perhaps not, removed from the manifest yet.
@@ -107,12 +89,13 @@ class Disk:
         self._folder = Folder(directory)
         try:
             self.path = self._folder.path
+            self._reader = ChainReader(self._folder)
             self._manifest = Manifest(self.path / MANIFEST, fingerprint)
             self._conversations = ConversationRows(self._manifest)
             self.room = Room(budget, self._folder, self._manifest, self._chunks, self._order, self._lock)
+            self._recovery = Recovery(self._folder, self._manifest, self._chunks, self._order, self.room, prefix)
             try:
-                with _uncollected():
-                    self._load()
+                self._load()
                 self.room.count()
             except BaseException:
                 self._manifest.close()
@@ -134,86 +117,27 @@ class Disk:
         return self._folder.is_inherited
 
     def _load(self) -> None:
-        """Read all rows; forget those that are damaged, that have no file or that continue these; and remove files that
-        have no row."""
         try:
-            numbers, rest = self._folder.files()
-            # Files that cannot be removed below keep their numbers: what is counted as theirs may be removed later.
-            self._next = max(numbers, default=0) + 1
-            bad, self.others = self._fill(self._chunks, numbers.__contains__)
-            if bad:
-                with self._manifest.transaction():
-                    self._manifest.remove(bad)
+            found = self._recovery.load()
         except (OSError, sqlite3.Error, ValueError) as error:
             raise ConfigError(
                 f"{self.path} cannot be read, or its manifest is damaged: {error}. Make sure that there is room and "
                 f"that it may be written, or move {MANIFEST} away to begin with an empty folder."
             ) from error
-        self.damaged += len(bad)
-        for number in numbers.difference(self._chunks.numbers):
-            rest.append(self._folder.file(number))
-        for file in rest:
-            self.room.discard(file)
+        self._next, self.others = found.next, found.others
+        self.damaged += found.damaged
         self._sweep()
 
-    def _fill(self, chunks: Chunks, has_file: Callable[[int], bool]) -> tuple[list[int], dict[str, int]]:
-        """Add what all rows say. Returns the numbers of those that are damaged, have no file, or continue these; and
-        what `others` is."""
-        bad, others, used = list[int](), dict[str, int](), dict[int, int]()
-        for number, row, last in self._manifest.rows():
-            parent = chunks.get(row.parent) if row is not None and row.parent is not None else None
-            if row is None or not has_file(number) or not fits(row, parent):
-                bad.append(number)
-                continue
-            chunks.add(row, parent)
-            used[number] = last
-            if not row.key.startswith(self._prefix):
-                self._order.others.add(number)
-                others[row.key] = others.get(row.key, 0) + row.nbytes
-        chunks.order(used)
-        return bad, others
-
     def _is_settled(self) -> bool:
-        """Whether it is known what is saved. Where a change was cut short, what the rows say holds, if their files are
-        there and stay; that is read now, which takes as long as it did when the folder was opened. The caller has the
-        lock, and is in no change."""
+        """Whether it is known what is saved. Where a change was cut short, that is read now: see `Recovery`. The caller
+        has the lock, and is in no change."""
         if not self._chunks.in_doubt:
             return True
         if self.closed:
             return False
-        found, bad, why = Chunks(), list[int](), self._left_alone
-        try:
-            if not why:
-                self._manifest.end_transaction()
-                bad, _ = self._fill(found, self._has_file)
-                why = self._left_alone  # then a file that is not there says nothing
-        except (*FAILURES, ValueError) as error:
-            why = f"{error}: what is saved is not known"
-        if why:
-            self.problem = why
-            return False
-        if bad:
-            # Where that fails, they go when this is done again, or when the folder is opened.
-            with self._telling("what is of no use is not removed"), self._manifest.transaction():
-                self._manifest.remove(bad)
-        for chunk in self._chunks:
-            if found.get(chunk.number) is None:
-                self.room.discard(self._folder.file(chunk.number), chunk.nbytes)
-        self._chunks.become(found)
-        return True
-
-    def _has_file(self, number: int) -> bool:
-        """Whether a chunk has a file that stays. Each is asked for: a list of them may lack some while others go.
-
-        Raises:
-            OSError: nobody knows.
-        """
-        file = self._folder.file(number)
-        try:
-            os.lstat(file)
-        except FileNotFoundError:
-            return False
-        return self.room.keeps(file)
+        is_known, why = self._recovery.settle()
+        self.problem = why or self.problem
+        return is_known
 
     # Find, read, write
 
@@ -230,7 +154,7 @@ class Disk:
     def is_silent(self, chunk: Chunk) -> bool:
         """Whether nothing was said of the tensors of a chunk. What is damaged, or cannot be read now, is not."""
         try:
-            return not said_of(self._folder.file(chunk.number), chunk.nbytes)
+            return self._reader.is_silent(chunk)
         except (Damaged, KeyError, TypeError, *FAILURES):
             return False
 
@@ -249,61 +173,27 @@ class Disk:
         Raises:
             BudgetError: there is no room in `blocks`.
         """
-        while chunk.parent is not None and chunk.start >= length and chunk.stop > length:
-            chunk = chunk.parent  # what was found goes on, and its end is of no use
-        chain = chunk.chain()[::-1]
-        while len(chain) > 1 and chain[1].start <= start:
-            del chain[0]
+        chunk = reaching(chunk, length)
         with self._lock:
             if self._is_settled():
                 self._chunks.use(chunk)
-        # Until where each is of use: the next one may begin within it.
-        stops = [min(length, x) for x in (*(each.start for each in chain[1:]), chain[-1].stop)]
-        each = chain[0]
         try:
-            at = 0
-            first = int(each.start < start)  # of which not all is of use
-            whole = list(itertools.takewhile(lambda i: stops[i] == chain[i].stop, range(first, len(chain))))
-            if blocks is not None and whole and self._seems_cached(chain[first]):
-                if first:
-                    yield _part(each, start, stops[0], *self._read(each, Buffer()))
-                blocks.expect([chain[i].stop - chain[i].start for i in whole])
-                for at in whole:
-                    each = chain[at]
-                    if not self._read_straight(each, blocks):
-                        break
-                    yield Part(each.start, each.stop, {}, "")
-                else:
-                    at += 1
-            with contextlib.closing(read_ahead([functools.partial(self._read, x) for x in chain[at:]])) as found:
-                for i in range(at, len(chain)):
-                    each = chain[i]
-                    yield _part(each, start, stops[i], *next(found))
+            yield from self._reader.parts(chunk, length, start, blocks)
         except BudgetError:  # of `blocks`: it is a MemoryError too
             raise
-        except Damaged as error:
-            if self._is_elsewhere:  # with the rows of its files
-                self.problem = self._left_alone
+        except DamagedChunk as error:
+            if self._folder.is_elsewhere:  # with the rows of its files
+                self.problem = self._folder.left_alone
                 return
             with self._lock:
-                is_there = self._is_there(each) and not self.closed  # or it made room meanwhile
+                is_there = self._is_there(error.chunk) and not self.closed  # or it made room meanwhile
                 if is_there:
                     self.problem = str(error)
                     self.damaged += 1
             if is_there:
-                self.forget(each)
+                self.forget(error.chunk)
         except FAILURES as error:
             self.problem = f"{error}: what is saved of a sequence was not read, and is computed"
-
-    def _seems_cached(self, chunk: Chunk) -> bool:
-        return seems_cached(self._folder.file(chunk.number), chunk.nbytes)
-
-    def _read_straight(self, chunk: Chunk, blocks: Blocks) -> bool:
-        file, tokens = self._folder.file(chunk.number), chunk.stop - chunk.start
-        return read_straight(file, chunk.nbytes, chunk.checksum, tokens, blocks)
-
-    def _read(self, chunk: Chunk, buffer: Buffer) -> tuple[dict[str, torch.Tensor], str]:
-        return read_tensors(self._folder.file(chunk.number), chunk.nbytes, chunk.checksum, buffer)
 
     def write(
         self, key: str, ids: bytes, start: int, parent: Chunk | None, tensors: Mapping[str, torch.Tensor], said: str
@@ -377,7 +267,7 @@ class Disk:
 
     def _refused(self, ids: bytes, start: int, parent: Chunk | None) -> str:
         """Why a sequence is not saved; "": it is."""
-        why = self._left_alone
+        why = self._folder.left_alone
         if why:
             return why
         if not self._is_settled():
@@ -417,7 +307,7 @@ class Disk:
         """
         with self._lock:
             self._check_open()
-            why = self._left_alone or ("" if self._is_settled() else self.problem)
+            why = self._folder.left_alone or ("" if self._is_settled() else self.problem)
             if not why:
                 found = self._chunks.beyond(salt, ids, start)
                 self._tells = self._tells or bool(found)
@@ -488,7 +378,7 @@ class Disk:
         is_saved = False
         with self._lock, self._telling(f"conversation {name!r} was not saved"):
             self._check_open()
-            why = self._left_alone
+            why = self._folder.left_alone
             if why:
                 self.problem = why
                 return False
@@ -511,7 +401,7 @@ class Disk:
 
     def _drop_forgotten(self) -> None:
         if self._folder.is_inherited:
-            self.problem = self._inherited
+            self.problem = self._folder.left_alone
             return
         for name in list(self._forgotten):
             with self._telling(f"conversation {name!r} was not removed"):
@@ -536,7 +426,7 @@ class Disk:
         """
         found = {}
         if self._folder.is_inherited:
-            raise ConfigError(f"The conversations in {self.path} cannot be read: {self._inherited}")
+            raise ConfigError(f"The conversations in {self.path} cannot be read: {self._folder.left_alone}")
         try:
             with self._lock:
                 for each in self._conversations.names():
@@ -573,7 +463,7 @@ class Disk:
             ConfigError: it cannot be read now. Who went on without it would save another under its name.
         """
         if self._folder.is_inherited:
-            raise ConfigError(f"Conversation {name!r} cannot be read: {self._inherited}")
+            raise ConfigError(f"Conversation {name!r} cannot be read: {self._folder.left_alone}")
         try:
             with self._lock:
                 self._check_open()
@@ -633,47 +523,6 @@ class Disk:
                 rows = {(number, row.digest) for number, row, _ in self._manifest.rows() if row is not None}
                 assert rows >= {(x.number, x.digest) for x in self._chunks}, "what continues it is lost later"
 
-    @property
-    def _left_alone(self) -> str:
-        """Why nothing is saved in the folder; "": it is."""
-        if self._folder.is_inherited:
-            return self._inherited
-        if self._is_elsewhere:
-            return f"{self.path} was removed, or replaced, while it was open: nothing is saved. Open it again."
-        return ""
-
-    @property
-    def _is_elsewhere(self) -> bool:
-        """Whether the folder was removed, renamed or replaced, as far as this process can say."""
-        return not (self._folder.is_inherited or self._folder.there())
-
-    @property
-    def _inherited(self) -> str:
-        return (
-            f"{self.path} is open in the process that this one was forked from, and nothing is saved here. Make the "
-            "store in the process that uses it."
-        )
-
     def _check_open(self) -> None:
         if self.closed:
             raise ClosedError(f"{self.path} was closed.")
-
-
-def _part(chunk: Chunk, start: int, stop: int, tensors: dict[str, torch.Tensor], said: str) -> Part:
-    """What is of use of a chunk's tensors: no tokens before `start`."""
-    if start > chunk.start:
-        tensors = {x: t[:, start - chunk.start :] if x[0] in "kv" else t for x, t in tensors.items()}
-    return Part(max(start, chunk.start), stop, tensors, said)
-
-
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Without garbage collections, which would look at everything again and again while it is made: for what makes no
-    cycles that are dropped. The next one after it looks at all of it once."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from kvtier.conversation.disk.chunks import Chunk
-from kvtier.conversation.disk.disk import Disk, Part
+from kvtier.conversation.disk.disk import Disk
 from kvtier.conversation.disk.files.files import LARGEST
 from kvtier.conversation.disk.files.straight import Entry
+from kvtier.conversation.disk.reading import Part
 from kvtier.conversation.index import WIDTH
 from kvtier.conversation.journal import JournalledCache
 from kvtier.conversation.saved.waiting import Saved, Waiting

@@ -23,11 +23,11 @@ from test_upkeep import KEY, check, disk_of, read, save
 
 from kvtier import ConfigError
 from kvtier.cli.main import main
-from kvtier.conversation.disk import copying
-from kvtier.conversation.disk.contents import contents, verify
-from kvtier.conversation.disk.copying import copy_folder
 from kvtier.conversation.disk.disk import Disk
-from kvtier.conversation.disk.upkeep import Upkeep
+from kvtier.conversation.disk.tools import copying
+from kvtier.conversation.disk.tools.contents import contents, verify
+from kvtier.conversation.disk.tools.copying import copy_folder
+from kvtier.conversation.disk.tools.upkeep import Upkeep
 from kvtier.conversation.index import packed
 
 KILLS = int(os.environ.get("KVTIER_TEST_KILLS", "2"))

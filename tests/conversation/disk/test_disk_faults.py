@@ -33,8 +33,8 @@ from test_store_interrupts import Line_
 from kvtier import ConfigError, StoreInUseError
 from kvtier.conversation.disk import disk as disks_module
 from kvtier.conversation.disk import manifest
-from kvtier.conversation.disk.contents import verify
 from kvtier.conversation.disk.disk import Disk
+from kvtier.conversation.disk.tools.contents import verify
 from kvtier.conversation.index import packed
 
 KILLS = int(os.environ.get("KVTIER_TEST_KILLS", "2")) * 5

@@ -26,15 +26,15 @@ from disks import OF, content, disk_of, load, save, states_of
 from settled import handles, only, settled
 
 from kvtier import ConfigError, StoreInUseError
-from kvtier.conversation.disk import disk as disks_module
+from kvtier.conversation.disk import reading as reading_module
 from kvtier.conversation.disk.chunks import Chunks
-from kvtier.conversation.disk.contents import contents
 from kvtier.conversation.disk.disk import Disk
 from kvtier.conversation.disk.files.files import SEGMENT, Damaged, checksum, read_tensors, write_tensors
 from kvtier.conversation.disk.files.folder import MANIFEST, Folder
 from kvtier.conversation.disk.manifest import VERSION
 from kvtier.conversation.disk.pieces import digest
-from kvtier.conversation.disk.upkeep import Upkeep
+from kvtier.conversation.disk.tools.contents import contents
+from kvtier.conversation.disk.tools.upkeep import Upkeep
 from kvtier.conversation.index import packed
 from kvtier.eviction.rank import Rank
 
@@ -160,7 +160,7 @@ def test_what_made_room_while_it_was_read_was_not_damaged(tmp_path: Path, monkey
             disk.forget(chunk)
         return read_tensors(*args)
 
-    monkeypatch.setattr(disks_module, "read_tensors", gone)
+    monkeypatch.setattr(reading_module, "read_tensors", gone)
     assert load(disk, [1] * 30) == 20
     assert (disk.damaged, disk.problem) == (0, "")
     disk.close()

@@ -19,9 +19,9 @@ from test_upkeep import grown, save
 from test_upkeep import read as read_all
 
 from kvtier.conversation.disk import manifest
-from kvtier.conversation.disk.contents import Contents, contents
 from kvtier.conversation.disk.disk import Disk
-from kvtier.conversation.disk.upkeep import Upkeep
+from kvtier.conversation.disk.tools.contents import Contents, contents
+from kvtier.conversation.disk.tools.upkeep import Upkeep
 from kvtier.conversation.index import common, packed
 from kvtier.errors import ConfigError
 

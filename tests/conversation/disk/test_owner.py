@@ -9,7 +9,7 @@ import pytest
 from test_upkeep import check, disk_of, read, save
 
 from kvtier.cli.main import main
-from kvtier.conversation.disk.contents import contents
+from kvtier.conversation.disk.tools.contents import contents
 from kvtier.serving.http.requests.keys import secret_of
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root makes files of others")

@@ -14,9 +14,9 @@ import pytest
 from disks import disk_of, states_of
 
 from kvtier.conversation.disk import conversations, pieces
-from kvtier.conversation.disk.contents import contents
 from kvtier.conversation.disk.files.folder import MANIFEST
 from kvtier.conversation.disk.pieces import Written
+from kvtier.conversation.disk.tools.contents import contents
 
 WALKS = max(2, int(os.environ.get("KVTIER_TEST_TURNS", "96")) // 64)
 

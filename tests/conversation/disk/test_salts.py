@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from kvtier.conversation.disk.chunks import Chunks
-from kvtier.conversation.disk.contents import Contents
 from kvtier.conversation.disk.keys import key_of
 from kvtier.conversation.disk.manifest import Row
 from kvtier.conversation.disk.order import Order, Ranked
+from kvtier.conversation.disk.tools.contents import Contents
 from kvtier.conversation.index import packed
 from kvtier.eviction.rank import Rank
 

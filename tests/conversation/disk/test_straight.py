@@ -16,7 +16,7 @@ from test_ahead import reading
 from test_load_room import CONFIG, HEAD, HEADS, LAYERS, load_of
 
 from kvtier import BudgetError, TieredMemory
-from kvtier.conversation.disk import disk as disks_module
+from kvtier.conversation.disk import reading as reading_module
 from kvtier.conversation.disk.disk import Disk
 from kvtier.conversation.disk.files import straight
 from kvtier.conversation.index import packed
@@ -62,7 +62,7 @@ def went(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         found.append(read(*args))
         return found[-1]
 
-    monkeypatch.setattr(disks_module, "read_straight", noted)
+    monkeypatch.setattr(reading_module, "read_straight", noted)
     return found
 
 

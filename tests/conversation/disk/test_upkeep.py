@@ -21,9 +21,9 @@ from test_disk_faults import failing
 from test_store import GREEDY, fresh, ones, some_ids, store_of
 
 from kvtier import ConfigError, StoreInUseError
-from kvtier.conversation.disk.contents import contents, verify
 from kvtier.conversation.disk.disk import Disk
-from kvtier.conversation.disk.upkeep import Upkeep, unreferred
+from kvtier.conversation.disk.tools.contents import contents, verify
+from kvtier.conversation.disk.tools.upkeep import Upkeep, unreferred
 from kvtier.conversation.index import packed
 
 KILLS = int(os.environ.get("KVTIER_TEST_KILLS", "2"))

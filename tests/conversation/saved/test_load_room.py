@@ -16,7 +16,7 @@ from test_store import GREEDY, fresh, grown, ones, some_ids, store_of
 from transformers import LlamaConfig
 
 from kvtier import BudgetError, TieredMemory
-from kvtier.conversation.disk import disk as disks_module
+from kvtier.conversation.disk import reading as reading_module
 from kvtier.conversation.disk.disk import Disk
 from kvtier.conversation.index import packed
 from kvtier.conversation.journal import JournalledCache
@@ -115,7 +115,7 @@ def test_what_the_budget_has_no_room_for_makes_nothing_go_though_it_is_parted(
 @pytest.fixture
 def through_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is loaded does not go straight into blocks."""
-    monkeypatch.setattr(disks_module, "seems_cached", lambda *args: False)
+    monkeypatch.setattr(reading_module, "seems_cached", lambda *args: False)
 
 
 @pytest.mark.parametrize("at", [0, 1, LAYERS, 2 * LAYERS + 1, 4 * LAYERS - 1])
@@ -151,7 +151,7 @@ def test_the_next_file_is_read_while_one_is_written_into_blocks(
     through_buffers: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk, memory = saved_in(tmp_path, 4, 33), TieredMemory()
-    read, restore, done = disks_module.read_tensors, Forward.restore, [threading.Event() for _ in range(4)]
+    read, restore, done = reading_module.read_tensors, Forward.restore, [threading.Event() for _ in range(4)]
     count, restored = [0], [0]
 
     def noted(*args: Any) -> Any:
@@ -166,7 +166,7 @@ def test_the_next_file_is_read_while_one_is_written_into_blocks(
         restored[0] += 1
         restore(*args)
 
-    monkeypatch.setattr(disks_module, "read_tensors", noted)
+    monkeypatch.setattr(reading_module, "read_tensors", noted)
     monkeypatch.setattr(Forward, "restore", waits)
     assert load_of(disk, memory, 4 * 33) == 4 * 33
     assert not reading()

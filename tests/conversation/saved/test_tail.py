@@ -18,7 +18,7 @@ from test_store import GREEDY, fresh, grown, ones, some_ids, store_of
 
 from kvtier import BudgetError, ConfigError, Policy
 from kvtier.conversation.calls import prefix_reuse
-from kvtier.conversation.disk import disk as disks_module
+from kvtier.conversation.disk import reading as reading_module
 from kvtier.conversation.disk.chunks import Chunk
 from kvtier.conversation.disk.disk import Disk
 from kvtier.conversation.saved import archive
@@ -108,7 +108,7 @@ def test_what_is_in_memory_is_not_read_again(here: int, tmp_path: Path) -> None:
 
 
 def count_reads(store: Any, into: list[int]) -> None:
-    disk = store._disk_tier.disk
+    reader = store._disk_tier.disk._reader
 
     def counting(read: Any) -> Any:
         def counted(chunk: Chunk, where: Any) -> Any:
@@ -119,7 +119,7 @@ def count_reads(store: Any, into: list[int]) -> None:
 
         return counted
 
-    disk._read, disk._read_straight = counting(disk._read), counting(disk._read_straight)
+    reader._read, reader._read_straight = counting(reader._read), counting(reader._read_straight)
 
 
 def test_what_is_in_the_middle_of_a_block_is_read_again(tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_a_head_that_is_cut_short_ends_the_load(
             patch.setattr(archive, "_restore", held)
             patch.setattr(archive._Blocks, "reserve", held_straight)
             if not straight:
-                patch.setattr(disks_module, "seems_cached", lambda *args: False)
+                patch.setattr(reading_module, "seems_cached", lambda *args: False)
             patch.setattr(prefix_reuse.PrefixReuse, "_forward", cut_short)
             with pytest.raises(error):
                 store.generate(**ones(grown(history, 7)), **GREEDY)

@@ -122,6 +122,23 @@ class Folder:
         except OSError:
             return False
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether the directory was removed, renamed or replaced, as far as this process can say."""
+        return not (self.is_inherited or self.there())
+
+    @property
+    def left_alone(self) -> str:
+        """Why nothing is saved there; "": it is."""
+        if self.is_inherited:
+            return (
+                f"{self.path} is open in the process that this one was forked from, and nothing is saved here. Make "
+                "the store in the process that uses it."
+            )
+        if self.is_elsewhere:
+            return f"{self.path} was removed, or replaced, while it was open: nothing is saved. Open it again."
+        return ""
+
     def file(self, number: int) -> Path:
         """Of a chunk."""
         return file_of(self.path, number)

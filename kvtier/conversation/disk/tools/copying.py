@@ -17,11 +17,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvtier.conversation.disk.contents import Contents, Damage, check_there, opened
 from kvtier.conversation.disk.files.files import Buffer, Damaged, copy_file
 from kvtier.conversation.disk.files.folder import MANIFEST, SECRET, file_of, sync_names
 from kvtier.conversation.disk.manifest import Manifest, Row
-from kvtier.conversation.disk.upkeep import remove_rows, with_below
+from kvtier.conversation.disk.tools.contents import Contents, Damage, check_there, opened
+from kvtier.conversation.disk.tools.upkeep import remove_rows, with_below
 from kvtier.errors import ConfigError
 
 #: Manifests that are copied, at the most: files that are removed faster than that are left out.

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.conversation.disk.chunks import Chunks
-from kvtier.conversation.disk.conversations import ConversationRows
+from kvtier.conversation.disk.conversations import ConversationRows, ids_of
 from kvtier.conversation.disk.files.files import Damaged, read_tensors
 from kvtier.conversation.disk.files.folder import MANIFEST, file_of
 from kvtier.conversation.disk.keys import computed_by
 from kvtier.conversation.disk.manifest import Manifest, Row
-from kvtier.conversation.index import WIDTH, packed
+from kvtier.conversation.index import WIDTH
 from kvtier.errors import ConfigError
 
 
@@ -139,14 +139,6 @@ class Contents:
             chunks.add(row, None if row.parent is None else chunks.get(row.parent))
         asked = [(state.get("salt"), ids_of(state)) for state in self.conversations.values()]
         return dict(zip(self.conversations, chunks.under(asked), strict=True))
-
-
-def ids_of(state: dict[str, Any]) -> bytes:
-    """The token ids of a conversation, packed; none, where they are no token ids."""
-    ids = state.get("ids")
-    if isinstance(ids, list) and all(type(x) is int and -(2**63) <= x < 2**63 for x in ids):
-        return packed(ids)
-    return b""
 
 
 def stop_of(row: Row) -> int:
