@@ -60,6 +60,8 @@ class _Known(NamedTuple):
 class Conversations:
     """Which conversations a store has, and which of them are in memory. What is kept of one that goes on has its rank.
 
+    One that was saved has its rank on the disk from the opening on, and in memory from when it is read first.
+
     As long as somebody holds a conversation, whoever opens it gets the same object. Of one that nobody holds, what it
     says stays. When more than `MOST_IDLE` are like that, the one that was dropped first is put away: it is saved, and
     of it the name stays in memory; where it is blank and was never saved, nothing does. One that cannot be saved stays
@@ -84,12 +86,16 @@ class Conversations:
         self._memory = memory
         self._disk = disk
         self._ranks = ranks
-        self._ranked: list[str] = []  # those with a rank of their own, when the folder was opened
         self._known: dict[str, _Known | None] = {}  # None: it is saved, and not in memory
+        # Those with a rank of their own, or perhaps with one, that were not read since the folder was opened.
+        self._unread = set[str]()
+        # Of these, those that the folder does not know the rank of.
+        self._unranked: list[str] = []
         if disk is not None:
             names = disk.names()
             self._known = dict.fromkeys(names)
-            self._ranked = [name for name, ranked in names.items() if ranked]
+            self._unread = {name for name, rank in names.items() if rank != ""}
+            self._unranked = disk.rank_saved(names)
         self.lock = threading.RLock()
         heed(self)
         self._here = threading.local()  # of each thread: what the model was in its last call
@@ -160,8 +166,14 @@ class Conversations:
             with self._memory.lock, self._memory.change:
                 if state is None:
                     self._known.pop(name, None)  # it is damaged
+                    self._unread.discard(name)
                     return None
-                return self._add(records.conversation_of(self._owner, name, state, written))
+                chat = records.conversation_of(self._owner, name, state, written)
+                if name in self._unread:
+                    self._ranks.follow(name, (self._computed_as, chat.salt), records.ranked_ids(chat), chat.rank)
+                self._add(chat)
+                self._unread.discard(name)
+                return chat
 
     def says(self, name: str) -> dict[str, Any]:
         """What a conversation says, its `ids` and `salt` among that; nothing, if there is none. One that is not in
@@ -231,15 +243,16 @@ class Conversations:
         self.changed(chat)
 
     def rank_saved(self) -> None:
-        """Let conversations that were saved with a rank of their own have it."""
-        for name in self._ranked:
-            chat = self.find(name)
-            if chat is not None and self._disk is not None:
-                ids = packed(chat.ids[:-1])
-                with self._memory.lock, self._memory.change:
-                    self._ranks.follow(name, (self._computed_as, chat.salt), ids, chat.rank)
-                self._disk.rank(name, chat.salt, ids, chat.rank, chat.used)
-                self.let_go()
+        """Let conversations that were saved with a rank of their own have it on the disk, whose rows do not say enough:
+        they are read. In memory each has its rank from when it is read, see `find`."""
+        if self._disk is not None and self._unranked:
+            for name in self._unranked:
+                chat = self.find(name)
+                if chat is not None:
+                    self._disk.rank(name, chat.salt, records.ranked_ids(chat), chat.rank, chat.used)
+                    self.let_go()
+            self._disk.note_ranks(self._unranked)
+            self._unranked = []
 
     @property
     def _computed_as(self) -> Hashable:
@@ -254,9 +267,14 @@ class Conversations:
         with self.lock:
             if self._disk is None or self._owner.closed or not self.has(chat):
                 return
-            self._disk.rank(chat.name, chat.salt, records.ranked_ids(chat), chat.rank, chat.used)
+            self._disk.rank(chat.name, chat.salt, records.ranked_ids(chat), chat.rank, chat.used, waits=True)
             if records.can_be_saved(chat):
                 self._disk.save_conversation(chat.name, records.record_of(chat), chat.written)
+
+    def _save_as_it_is(self, chat: Conversation, disk: Disk) -> bool:
+        """Save what a conversation is that has not gone on: its user may have changed it. Whether the disk took it."""
+        disk.rank(chat.name, chat.salt, records.ranked_ids(chat), chat.rank, chat.used)
+        return disk.save_conversation(chat.name, records.record_of(chat), chat.written)
 
     def save_all(self) -> list[str]:
         """Save all that are in memory: their users may have changed them. The names of those that the disk did not
@@ -273,7 +291,7 @@ class Conversations:
                 if chat is None or not records.can_be_saved(chat):
                     continue
                 is_new = records.is_blank(chat) and chat.written.digest is None
-                if not self._disk.save_conversation(name, records.record_of(chat), chat.written) and not is_new:
+                if not self._save_as_it_is(chat, self._disk) and not is_new:
                     lost.append(name)
         self.let_go()
         return [] if self._disk.is_inherited else lost
@@ -319,7 +337,7 @@ class Conversations:
             if self._disk is None or not records.can_be_saved(chat):
                 records.pack(known.says)
                 return True
-            if not self._disk.save_conversation(name, records.record_of(chat), chat.written):
+            if not self._save_as_it_is(chat, self._disk):
                 return False
         with self._memory.lock, self._memory.change:
             if self._known.get(name) is known:  # nobody has opened it meanwhile
@@ -363,6 +381,7 @@ class Conversations:
         with self._memory.lock, self._memory.change:
             self._known.pop(name, None)
             self._idle.pop(name, None)
+            self._unread.discard(name)
             self._ranks.forget(name)
 
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvtier.conversation.conversation import Conversation, Store
+from kvtier.conversation.disk.conversations import ids_of
 from kvtier.conversation.disk.pieces import Written
-from kvtier.conversation.index import packed
 from kvtier.conversation.kept.ranks import saved_rank
 from kvtier.eviction.rank import DEFAULT
 
@@ -27,8 +27,9 @@ def is_blank(chat: Conversation) -> bool:
 
 
 def ranked_ids(chat: Conversation) -> bytes:
-    """The tokens of a history that were computed, packed; without a rank of its own none, for nobody looks for them."""
-    return b"" if chat.rank == DEFAULT else packed(chat.ids[:-1])
+    """The tokens of a history that were computed, packed; without a rank of its own none, for nobody looks for them,
+    and none where its user has put there what is no token ids."""
+    return b"" if chat.rank == DEFAULT else ids_of({"ids": chat.ids[:-1]})
 
 
 def record_of(chat: Conversation) -> dict[str, Any]:

@@ -264,7 +264,8 @@ def test_an_interrupt_while_a_store_begins_leaves_its_folder_to_the_next_one(tmp
     with begin() as store:
         store.open("a", priority=2).generate(torch.tensor([SYSTEM]), max_new_tokens=2)
     for at in range(10**6):
-        line, held = Line_(at, ("conversation/store.py", "conversation/names.py", "conversation/disk/disk.py")), None
+        files = ("store.py", "names.py", "disk/disk.py", "disk/recovery.py")
+        line, held = Line_(at, tuple(f"conversation/{x}" for x in files)), None
         sys.settrace(line)
         try:
             store = begin()

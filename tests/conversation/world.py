@@ -1319,7 +1319,8 @@ class World:
         archive = archive_of(self.store)
         for name, chat in self.chats.items():
             found = self.store._kept.ranks._ranked.get(name)
-            assert (found is None) == (chat.rank == DEFAULT), "a conversation has no rank that has one, or one for none"
+            unread = name in self.store.conversations._unread  # its rank holds on the disk only
+            assert (found is None) == (chat.rank == DEFAULT or unread), "a conversation has no rank, or one for none"
             if found is None or not chat.rank.pinned or (not self.plain and "state_budget" in self.options):
                 continue
             where, saved = (found.key, found.ids), 0

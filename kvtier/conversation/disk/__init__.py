@@ -2,9 +2,11 @@
 
 disk.py           `Disk`: the folder, for a store and any threads
 reading.py        `ChainReader`: the tensors of a chain of chunks, part by part
+writing.py        `Writer`: how a chunk is saved: room, a file, a row
 recovery.py       `Recovery`: what is there, as rows and files say when the folder is opened or a change was cut short
 room.py           `Room`: the budget, and what goes where it is reached
 order.py          `Order`: which chunks go first, by rank and use
+ranked.py         `Ranked`: a conversation with a rank of its own, and where its saved history ends
 chunks.py         `Chunks`: what is there, found by token ids
 conversations.py  `ConversationRows`: what conversations are
 pieces.py         lists that grow with each turn, in pieces

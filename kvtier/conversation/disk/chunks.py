@@ -111,17 +111,32 @@ class Chunks:
     def under(self, sequences: Sequence[tuple[object, bytes]]) -> Iterator[set[int]]:
         """For each of some sequences, given as its salt and its ids: the numbers of the chunks that its tokens are in,
         under every key that has this salt."""
+        for tips, _ in self.tips(sequences):
+            yield {x.number for tip in tips for x in tip.chain()}
+
+    def tips(self, sequences: Sequence[tuple[object, bytes]]) -> Iterator[tuple[tuple[Chunk, ...], int]]:
+        """For each of some sequences: the last chunks that its tokens are in, none in the chain of another one; and how
+        many of its tokens are there under one key, at the most."""
         ends = [end_of(salt) for salt, _ in sequences]
         keys = self._keys(ends)
         for end, (_, ids) in zip(ends, sequences, strict=True):
-            found = set[int]()
+            tips, seen, most = list[Chunk](), set[int](), 0
             for key in keys.get(end, ()):
                 length, longest = self._index.find(key, ids)
-                if longest is not None:
-                    found.update(x.number for x in longest.chain() if x.start < length)
-                for chunk in self.ends(key, ids):
-                    found.update(x.number for x in chunk.chain())
-            yield found
+                most = max(most, length)
+                found = [] if longest is None else [x for x in longest.chain() if x.start < length][:1]
+                for tip in found + self.ends(key, ids):  # the longest first
+                    if tip.number not in seen:
+                        tips.append(tip)
+                        seen.update(x.number for x in tip.chain())
+            yield tuple(tips), most
+
+    def there(self, chunk: Chunk) -> Chunk | None:
+        """A chunk that was there, or the last one in its chain that is there still."""
+        at: Chunk | None = chunk
+        while at is not None and at.number not in self._chunks:
+            at = at.parent
+        return None if at is None else self._chunks[at.number]
 
     def beyond(self, salt: object, ids: bytes, start: int) -> list[Chunk]:
         """Chunks that begin behind `start` tokens of a sequence or more, and whose own sequences have more of its

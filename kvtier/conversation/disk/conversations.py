@@ -7,8 +7,8 @@ cannot be computed again.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
 
 from kvtier.conversation.disk.manifest import Manifest
 from kvtier.conversation.disk.pieces import GROWING, Listed, Written, read_list, save_list
@@ -21,6 +21,16 @@ _SAVE_CONVERSATION = (
     "mark = excluded.mark, state = excluded.state, digest = excluded.digest WHERE (ranked, mark, state, digest) "
     "IS NOT (excluded.ranked, excluded.mark, excluded.state, excluded.digest)"
 )
+#: Of a rank that the state tells. Folders of before have no other.
+_UNREAD = 1
+
+
+class Noted(Protocol):
+    """See `order.Tips`."""
+
+    @property
+    def said(self) -> str | None:
+        """The rank, and where the history ends; None: the row is not of it."""
 
 
 class _Read(NamedTuple):
@@ -50,11 +60,12 @@ class ConversationRows:
         self._manifest = manifest
         self._db = manifest.db
 
-    def save(self, name: str, state: Mapping[str, Any], ranked: bool, written: Written | None = None) -> None:
-        """Save what a conversation is, in place of what it was, and whether it has a rank of its own. Of the lists that
-        grow at their end, what was added is written.
+    def save(self, name: str, state: Mapping[str, Any], rank: str = "", written: Written | None = None) -> None:
+        """Save what a conversation is, in place of what it was, and its rank. Of the lists that grow at their end, what
+        was added is written.
 
         Args:
+            rank: see `Ranked.said`; "": that of all others.
             written: what is saved of it, and what is when this returns; without it, all that is saved is read.
 
         Raises:
@@ -70,20 +81,42 @@ class ConversationRows:
             if there[0] is not None and not _marked(*there) and not self._is_of(packed):  # it is not listed
                 self._set_aside(packed)
             known = lists if was is not None and was == now else {}
-            digest, lists = self._write(packed, state, ranked, known)
+            digest, lists = self._write(packed, state, rank or 0, known)
         written.digest, written.lists = digest, lists
 
     def _write(
-        self, name: bytes, state: Mapping[str, Any], ranked: bool, known: Mapping[str, Listed]
+        self, name: bytes, state: Mapping[str, Any], ranked: str | int, known: Mapping[str, Listed]
     ) -> tuple[bytes, dict[str, Listed]]:
-        """Returns the digest of the row, and what is saved of the lists."""
+        """Returns the digest of the state, and what is saved of the lists."""
         lists = {x: state[x] for x in GROWING if isinstance(state.get(x), list)}
         saved = {x: save_list(self._db, name, x, values, known.get(x)) for x, values in lists.items()}
         digests = {x: [piece.digest for piece in listed.pieces] for x, listed in saved.items()}
         text = json.dumps({x: value for x, value in state.items() if x not in lists} | {"digests": digests})
-        row = (name, int(ranked), digest_of(name, f"{int(ranked)}"), text, digest_of(name, text))
+        row = (name, ranked, digest_of(name, f"{ranked}"), text, digest_of(name, text))
         self._db.execute(_SAVE_CONVERSATION, row)
         return row[-1], saved
+
+    def note(self, moved: Mapping[str, Noted]) -> None:
+        """Note where the saved history of conversations ends, if their rows are of these. Within a transaction, with
+        what has changed that.
+
+        Raises:
+            sqlite3.Error: it was not noted.
+        """
+        self._rank((name, x.said) for name, x in moved.items() if x.said is not None)
+
+    def rank(self, ranks: Mapping[str, str]) -> None:
+        """Note the ranks of conversations whose rows do not have them, see `save`.
+
+        Raises:
+            sqlite3.Error: they were not noted.
+        """
+        with self._manifest.transaction():
+            self._rank((name, rank or 0) for name, rank in ranks.items())
+
+    def _rank(self, ranks: Iterable[tuple[str, str | int]]) -> None:
+        values = [(ranked, digest_of(_name(name), f"{ranked}"), _name(name)) for name, ranked in ranks]
+        self._db.executemany("UPDATE conversations SET ranked = ?, mark = ? WHERE name = ?", values)
 
     def _said(self, name: Any, state: Any, digest: Any) -> _Read | None:
         """What a row and its pieces say; None: the row is not what was written."""
@@ -127,7 +160,7 @@ class ConversationRows:
                 for table in ("conversations", "pieces"):
                     self._db.execute(f"DELETE FROM {table} WHERE name = ?", (packed,))
                 if left is not None:
-                    self._write(packed, left, ranked != 0, {})
+                    self._write(packed, left, 0 if ranked == 0 else _UNREAD, {})
                 return left
         return None
 
@@ -178,13 +211,14 @@ class ConversationRows:
             self._db.execute("DELETE FROM conversations WHERE rowid = ?", (number,))
             if left is not None:
                 self._db.execute("DELETE FROM pieces WHERE name = ?", (name,))
-                self._write(name, left, ranked != 0, {})
+                self._write(name, left, 0 if ranked == 0 else _UNREAD, {})
         self._db.execute("DELETE FROM pieces WHERE name NOT IN (SELECT name FROM conversations)")
         self._db.execute("DELETE FROM aside")
 
-    def names(self) -> Iterator[tuple[str, bool] | None]:
-        """Of all conversations, in the order of their making, and whether each has a rank of its own; None for one that
-        is damaged. What they are is not read, unless that is damaged: then it may have a rank.
+    def names(self) -> Iterator[tuple[str, str | None] | None]:
+        """Of all conversations, in the order of their making, and the rank of each, see `save`; None for one that is
+        damaged. What they are is not read. Where the rank is damaged, or a folder of before says only that there is
+        one, it is None: what the conversation is tells it.
 
         Raises:
             sqlite3.Error: the database is damaged.
@@ -192,7 +226,8 @@ class ConversationRows:
         for name, ranked, mark in self._db.execute("SELECT name, ranked, mark FROM conversations ORDER BY rowid"):
             marked = _marked(name, ranked, mark)
             if marked or self._is_of(name):
-                yield name.decode("utf-8", "surrogatepass"), bool(ranked) or not marked
+                rank = "" if ranked == 0 else ranked if type(ranked) is str else None
+                yield name.decode("utf-8", "surrogatepass"), rank if marked else None
             else:
                 yield None
 
@@ -262,8 +297,8 @@ def _whole_turns(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _marked(name: Any, ranked: Any, mark: Any) -> bool:
-    """Whether a name, and that its conversation has a rank or not, are what was written."""
-    return type(name) is bytes and type(ranked) is int and digest_of(name, f"{ranked}") == mark
+    """Whether a name, and the rank of its conversation, are what was written."""
+    return type(name) is bytes and type(ranked) in (int, str) and digest_of(name, f"{ranked}") == mark
 
 
 def _name(name: str) -> bytes:

@@ -13,35 +13,31 @@ forgotten, with all that continues it. What cannot be read now, for want of hand
 from __future__ import annotations
 
 import contextlib
-import json
 import sqlite3
 import threading
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from kvtier.conversation.disk.chunks import ROW, Chunk, Chunks
+from kvtier.conversation.disk.chunks import Chunk, Chunks
 from kvtier.conversation.disk.conversations import ConversationRows
-from kvtier.conversation.disk.files.files import Damaged, write_tensors
+from kvtier.conversation.disk.files.files import Damaged
 from kvtier.conversation.disk.files.folder import MANIFEST, Folder
 from kvtier.conversation.disk.files.straight import Blocks
-from kvtier.conversation.disk.manifest import LONGEST, Manifest, Row
-from kvtier.conversation.disk.order import Order, Ranked
+from kvtier.conversation.disk.manifest import Manifest
+from kvtier.conversation.disk.order import Order
 from kvtier.conversation.disk.pieces import Written
+from kvtier.conversation.disk.ranked import Ranked
 from kvtier.conversation.disk.reading import ChainReader, DamagedChunk, Part, reaching
 from kvtier.conversation.disk.recovery import Recovery
 from kvtier.conversation.disk.room import FAILURES, Room
-from kvtier.conversation.index import WIDTH
+from kvtier.conversation.disk.writing import New, Writer
 from kvtier.errors import BudgetError, ClosedError, ConfigError
-from kvtier.eviction.rank import DEFAULT, Rank
+from kvtier.eviction.rank import Rank
 from kvtier.forks import heed
-
-#: Bytes that the header of a file takes for each tensor, at the most, besides its name.
-_HEADER = 256
-_GROWN = "what conversations are has grown meanwhile"
 
 
 class Disk:
@@ -80,8 +76,6 @@ class Disk:
         self._chunks = Chunks()
         self._order = Order(self._chunks)
         self.others = dict[str, int]()
-        # A number is not used again as long as the folder is open, whatever becomes of its file.
-        self._next = 1
         # Conversations that are not, or perhaps not, removed from the manifest yet.
         self._forgotten = set[str]()
         # Whether the manifest's log may hold words of those that were removed.
@@ -92,7 +86,9 @@ class Disk:
             self._reader = ChainReader(self._folder)
             self._manifest = Manifest(self.path / MANIFEST, fingerprint)
             self._conversations = ConversationRows(self._manifest)
-            self.room = Room(budget, self._folder, self._manifest, self._chunks, self._order, self._lock)
+            parts = self._folder, self._manifest, self._conversations, self._chunks, self._order
+            self.room = Room(budget, *parts, self._lock)
+            self._writer = Writer(*parts, self.room, self._lock)
             self._recovery = Recovery(self._folder, self._manifest, self._chunks, self._order, self.room, prefix)
             try:
                 self._load()
@@ -110,6 +106,7 @@ class Disk:
         then nothing that is saved is found here."""
         self._lock, self._writing = threading.RLock(), threading.Lock()
         self.room.forked(self._lock)
+        self._writer.forked(self._lock)
 
     @property
     def is_inherited(self) -> bool:
@@ -124,7 +121,7 @@ class Disk:
                 f"{self.path} cannot be read, or its manifest is damaged: {error}. Make sure that there is room and "
                 f"that it may be written, or move {MANIFEST} away to begin with an empty folder."
             ) from error
-        self._next, self.others = found.next, found.others
+        self._writer.next, self.others = found.next, found.others
         self.damaged += found.damaged
         self._sweep()
 
@@ -188,8 +185,7 @@ class Disk:
             with self._lock:
                 is_there = self._is_there(error.chunk) and not self.closed  # or it made room meanwhile
                 if is_there:
-                    self.problem = str(error)
-                    self.damaged += 1
+                    self.problem, self.damaged = str(error), self.damaged + 1
             if is_there:
                 self.forget(error.chunk)
         except FAILURES as error:
@@ -200,83 +196,20 @@ class Disk:
     ) -> Chunk | None:
         """Save the tokens of a sequence from one on, behind a chunk that is saved. None where that cannot be, and
         `problem` says why; nothing that was saved before is lost, but for what the budget makes go."""
-        while parent is not None and parent.start >= start:
-            parent = parent.parent  # what has the tokens before it
+        new = New(key, ids, start, tensors, said)
         with self._writing:
             self.problem = self.room.sweep(whole=True) or self.problem  # what could not be removed before leaves room
-            try:
-                return self._write(key, ids, start, parent, tensors, said)
-            finally:
-                self.room.end()
+            chunk, why = self._writer.write(new, parent, self._refused, self.clock)
+            self.problem = why or self.problem
+            return chunk
 
-    def _write(
-        self, key: str, ids: bytes, start: int, parent: Chunk | None, tensors: Mapping[str, torch.Tensor], said: str
-    ) -> Chunk | None:
-        own = ids[start * WIDTH :]
-        most = sum(x.nbytes + len(name) + _HEADER for name, x in tensors.items()) + len(json.dumps(said)) + _HEADER
-        with self._lock:
-            self._check_open()
-            why = self._refused(ids, start, parent) or self.room.begin(most + ROW + len(own), parent, self.clock)
-            number, self._next = self._next, self._next + 1
-        if why:
-            self.problem = why
-            return None
-        why = self.room.sweep(whole=True)
-        if not self.room.fits(most + ROW + len(own)):
-            self.problem = f"{why or _GROWN}: there is no room, and a sequence was not saved"
-            return None
-        try:
-            written, sums = write_tensors(self._folder.file(number), tensors, said)
-        except FAILURES as error:
-            self._not_written(number, f"{error}: a sequence was not saved")
-            return None
-        with self._lock:
-            why = self._refused(ids, start, parent)  # what it continues may have been forgotten meanwhile
-            if not why and not self.room.fits(written + ROW + len(own)):
-                why = f"{_GROWN}, and a sequence was not saved"
-            if not why:
-                parent = None if parent is None else self._chunks.get(parent.number)
-                above = None if parent is None else (parent.number, parent.digest)
-                row = Row.of(number, key, above, start, own, written, sums)
-                try:
-                    return self._add(row, parent)
-                except FAILURES as error:
-                    why = f"{error}: a sequence was not saved"
-        self._not_written(number, why)
-        return None
-
-    def _add(self, row: Row, parent: Chunk | None) -> Chunk:
-        """Add a row, and its chunk."""
-        with contextlib.ExitStack() as within:
-            with self._manifest.transaction():
-                self._manifest.add(row, self._chunks.uses + 1)
-                self._manifest.use(self._chunks.unsaved)
-                within.enter_context(self._chunks.change())  # a commit that fails may have been done
-            self._chunks.unsaved.clear()
-            chunk = self._chunks.add(row, parent)
-            self._chunks.use(chunk)
-        return chunk
-
-    def _not_written(self, number: int, problem: str) -> None:
-        self.problem = problem
-        self.room.discard(self._folder.file(number))
-        self._sweep()
+    def _refused(self) -> str:
+        """Why nothing is saved; "": it is."""
+        self._check_open()
+        return self._folder.left_alone or ("" if self._is_settled() else f"{self.problem}: a sequence was not saved")
 
     def _sweep(self) -> None:
         self.problem = self.room.sweep() or self.problem
-
-    def _refused(self, ids: bytes, start: int, parent: Chunk | None) -> str:
-        """Why a sequence is not saved; "": it is."""
-        why = self._folder.left_alone
-        if why:
-            return why
-        if not self._is_settled():
-            return f"{self.problem}: a sequence was not saved"
-        if parent is not None and self._chunks.get(parent.number) is None:
-            return "what a sequence continues was removed meanwhile"
-        if len(ids) - start * WIDTH > LONGEST // 2:
-            return f"{len(ids) // WIDTH - start} tokens are more than one turn can save"
-        return ""
 
     def forget(self, chunk: Chunk) -> None:
         """Remove a chunk and all that continues it."""
@@ -287,14 +220,17 @@ class Disk:
             gone, failed = [found], False
             for each in gone:
                 gone += each.children or ()
+            moved = self._order.without(gone)
             with self._chunks.change():
                 if not self._folder.is_inherited:
                     try:
                         with self._manifest.transaction():
                             self._manifest.remove([x.number for x in gone])
+                            self._conversations.note(moved)
                     except FAILURES as error:
                         self.problem, failed = str(error), True  # without their files the rows are of no use either
                 self.room.drop(gone[::-1])
+                self._order.move(moved)
             self._chunks.in_doubt = failed  # then they go as soon as anybody looks
         self._sweep()
 
@@ -324,7 +260,7 @@ class Disk:
 
     # Ranks
 
-    def rank(self, name: str, salt: object, ids: bytes, rank: Rank, used: float) -> None:
+    def rank(self, name: str, salt: object, ids: bytes, rank: Rank, used: float, *, waits: bool = False) -> None:
         """What is saved of a conversation's history has a rank, in place of what was ranked by that name before. What
         several share has the highest; which adapter a conversation is used with is not known, and chunks of any are
         ranked, where the salt is its own.
@@ -332,9 +268,36 @@ class Disk:
         Args:
             salt, ids: of its calls; of its history, packed.
             used: when it went on last, seconds of `clock`.
+            waits: what is not saved of its history will be, and has its rank then. Otherwise it has from when this is
+                said again. Until all is saved, the ids are in memory.
         """
         with self._lock:
-            self._order.rank(name, None if rank == DEFAULT else Ranked(salt, ids, rank, used))
+            is_known = self._is_settled()  # else it is looked for again once that is known
+            self._order.rank(name, salt, ids, rank, used, waits=waits or not is_known)
+
+    def rank_saved(self, names: Mapping[str, str | None]) -> list[str]:
+        """Let conversations have the ranks that they were saved with, as `names` told them. What they are is not read.
+        Returns the names of those whose row tells too little: it is of a folder of before, is damaged, or refers to
+        what is not there. Who reads them ranks them, and calls `note_ranks`."""
+        unread = []
+        with self._lock:
+            for name, said in names.items():
+                ranked = Ranked.of(said, self._chunks) if said else None
+                if ranked is not None:
+                    self._order.put(name, ranked)
+                elif said != "":
+                    unread.append(name)
+        return unread
+
+    def note_ranks(self, names: Sequence[str]) -> None:
+        """Save the ranks of conversations that are saved, all or none: the next opening reads none of these."""
+        with self._lock, self._telling("ranks are read again when the folder is opened", lesser=True):
+            found = {name: self._order.get(name) for name in names}
+            if found and not self._folder.left_alone:
+                self._conversations.rank({n: "" if x is None else x.said(x.tips) for n, x in found.items()})
+                for ranked in found.values():
+                    if ranked is not None:
+                        ranked.noted = True
 
     def expire(self) -> int:
         """Remove what has not been used for its time to live, but for what others continue. Returns the chunks."""
@@ -382,8 +345,11 @@ class Disk:
             if why:
                 self.problem = why
                 return False
-            self._conversations.save(name, state, name in self._order, written)
+            ranked = self._order.get(name)
+            self._conversations.save(name, state, "" if ranked is None else ranked.said(ranked.tips), written)
             is_saved = True
+            if ranked is not None:
+                ranked.noted = True
             self._forgotten.discard(name)
             if self._is_settled():
                 self.problem = self.room.give_way(self.clock) or self.problem
@@ -395,7 +361,7 @@ class Disk:
         the manifest until `clear_log`."""
         with self._lock:
             self._check_open()
-            self._order.rank(name, None)
+            self._order.forget(name)
             self._forgotten.add(name)
             self._drop_forgotten()
 
@@ -417,14 +383,14 @@ class Disk:
             if self._tells and not self.closed and not self._folder.is_inherited:
                 self._tells = not self._manifest.clear_log()
 
-    def names(self) -> dict[str, bool]:
-        """Of all conversations that are saved: whether each has a rank of its own. What they are is not read, for that
-        takes time in the length of each; those that are damaged are left out.
+    def names(self) -> dict[str, str | None]:
+        """Of all conversations that are saved: the rank of each, see `ConversationRows.names`. What they are is not
+        read, for that takes time in the length of each; those that are damaged are left out.
 
         Raises:
             ConfigError: they cannot be read now. Who went on without them would save others under their names.
         """
-        found = {}
+        found: dict[str, str | None] = {}
         if self._folder.is_inherited:
             raise ConfigError(f"The conversations in {self.path} cannot be read: {self._folder.left_alone}")
         try:
@@ -470,6 +436,11 @@ class Disk:
                 found = self._conversations.read(name, written)
                 if found is None:
                     found = self._conversations.mend(name)
+                    ranked = self._order.get(name)
+                    if found is None:
+                        self._order.forget(name)
+                    elif ranked is not None:
+                        ranked.noted = False  # what is left is another history
                     self.damaged += 1
                     what = "nothing of it is left" if found is None else "what precedes the damage is left"
                     self.problem = f"conversation {name!r} is damaged: {what}, and what was saved is kept aside"
@@ -519,6 +490,7 @@ class Disk:
             if not self._is_settled():
                 return
             self._chunks.check_integrity()
+            self._order.check_integrity()
             with contextlib.suppress(*FAILURES):
                 rows = {(number, row.digest) for number, row, _ in self._manifest.rows() if row is not None}
                 assert rows >= {(x.number, x.digest) for x in self._chunks}, "what continues it is lost later"

@@ -22,10 +22,10 @@ from kvtier.conversation.disk.keys import prefix_of
 from kvtier.errors import ConfigError
 from kvtier.forks import heed
 
-#: Of the folder's layout. `_OLDER` are taken as they are: 3 has no pieces, and 4 a digest of all pieces of a list next
-#: to those of each. Any other one is refused.
-VERSION = 5
-_OLDER = ("3", "4")
+#: Of the folder's layout. `_OLDER` are taken as they are: 3 has no pieces, 4 a digest of all pieces of a list next to
+#: those of each, and 5 says of a conversation only whether it has a rank. Any other one is refused.
+VERSION = 6
+_OLDER = ("3", "4", "5")
 #: The config of the model as one version of Transformers reads it: a later one adds attributes, with values that were
 #: fixed before. What is called "config" is that of the first one, and all that a folder of before has.
 _CONFIG_OF = "config of "
@@ -45,7 +45,8 @@ _SCHEMA = (
     "CREATE TABLE IF NOT EXISTS chunks (number INTEGER PRIMARY KEY, key TEXT, parent INTEGER, start INTEGER, "
     "ids BLOB, nbytes INTEGER, checksum BLOB, digest BLOB, used INTEGER)",
     "CREATE TABLE IF NOT EXISTS prices (machine TEXT PRIMARY KEY, value TEXT)",
-    # What lists them reads the first columns only.
+    # What lists them reads the first columns only. `ranked` is 0, or JSON of the rank and of where the saved history
+    # ends, which stays text in a column of any type; 1 in folders of before, and where the state has to tell.
     "CREATE TABLE IF NOT EXISTS conversations "
     "(name BLOB PRIMARY KEY, ranked INTEGER, mark BLOB, state TEXT, digest BLOB)",
     # Items `start` to `stop` of a list, as JSON. The digest of all of them is in the conversation's state.

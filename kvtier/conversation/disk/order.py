@@ -3,16 +3,28 @@ is pinned does not go. Of a sequence the end goes first."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol, TypeVar
 
 from kvtier.conversation.disk.chunks import Chunk, Chunks
-from kvtier.eviction.rank import Rank
+from kvtier.conversation.disk.keys import end_of
+from kvtier.conversation.disk.ranked import EXPIRED, OTHERS, PINNED, Ranked
+from kvtier.conversation.index import WIDTH
+from kvtier.eviction.rank import DEFAULT, Rank
 
-#: Of what does not go, of what has expired, and of what nobody has ranked.
-PINNED, EXPIRED, OTHERS = math.inf, -math.inf, 0.0
+
+class Tips(NamedTuple):
+    """Where the saved history of a conversation ends from now on.
+
+    Attributes:
+        tips: see `Ranked`.
+        waits: whether more of its history is to be saved.
+        said: what its row says then; None: its row is of another history, or has another rank.
+    """
+
+    tips: tuple[Chunk, ...]
+    waits: bool
+    said: str | None
 
 
 class Ordered(Protocol):
@@ -26,44 +38,6 @@ class Ordered(Protocol):
 
 
 C = TypeVar("C", bound=Ordered)
-
-
-@dataclass(slots=True)
-class Ranked:
-    """A conversation with a rank of its own.
-
-    Attributes:
-        salt: of its calls.
-        ids: of its history, packed.
-        rank: of what is saved of them.
-        used: when it went on last, seconds of a clock that may be set back.
-    """
-
-    salt: object
-    ids: bytes
-    rank: Rank
-    used: float
-
-    def level(self, now: float) -> float:
-        """Where its chunks are in the order."""
-        if self.rank.pinned:
-            return PINNED
-        self.used = min(self.used, now)
-        return EXPIRED if self.used + self.rank.ttl <= now else self.rank.priority
-
-
-def levels(ranked: Iterable[Ranked], chunks: Iterable[Iterable[int]], now: float) -> dict[int, float]:
-    """The level of each chunk that a conversation with a rank refers to: of several conversations the highest.
-
-    Args:
-        chunks: of each of these, the numbers.
-    """
-    found: dict[int, float] = {}
-    for each, numbers in zip(ranked, chunks, strict=True):
-        level = each.level(now)
-        for number in numbers:
-            found[number] = max(level, found.get(number, EXPIRED))
-    return found
 
 
 def going(chunks: Callable[[], Iterable[C]], level_of: Mapping[int, float]) -> Iterator[C]:
@@ -88,6 +62,9 @@ def going(chunks: Callable[[], Iterable[C]], level_of: Mapping[int, float]) -> I
 class Order:
     """Which chunks of a folder go first, as conversations are ranked. Decides, and removes nothing.
 
+    Of a conversation it knows the chunks at which its saved history ends, and no token ids, but for what is to be saved
+    still: then its ids are here until that is done.
+
     Args:
         chunks: of the folder.
 
@@ -99,22 +76,100 @@ class Order:
         self.others = set[int]()
         self._chunks = chunks
         self._ranked: dict[str, Ranked] = {}
+        # Salt and ids of histories of which more is to be saved.
+        self._waiting: dict[str, tuple[object, bytes]] = {}
 
-    def __contains__(self, name: str) -> bool:
-        """Whether a conversation has a rank of its own."""
-        return name in self._ranked
+    # Ranks
 
     @property
     def pinned(self) -> list[str]:
         """The conversations that are pinned."""
         return [name for name, x in self._ranked.items() if x.rank.pinned]
 
-    def rank(self, name: str, ranked: Ranked | None) -> None:
-        """A conversation has this rank now; None: the one of all others."""
-        if ranked is None:
-            self._ranked.pop(name, None)
+    def get(self, name: str) -> Ranked | None:
+        """A conversation with a rank of its own; None: it has that of all others."""
+        return self._ranked.get(name)
+
+    def put(self, name: str, ranked: Ranked) -> None:
+        """A conversation has the rank, and the tips, that its row says."""
+        self._ranked[name] = ranked
+
+    def rank(self, name: str, salt: object, ids: bytes, rank: Rank, used: float, *, waits: bool) -> None:
+        """A conversation has this history and this rank now. Where its history ends is looked for.
+
+        Args:
+            waits: what is not saved of it will be.
+        """
+        if rank == DEFAULT:
+            self.forget(name)
+            return
+        [(tips, length)] = self._chunks.tips([(salt, ids)])
+        self._ranked[name] = Ranked(rank, used, tips)
+        if (waits or name in self._waiting) and length * WIDTH < len(ids):
+            self._waiting[name] = salt, ids
         else:
-            self._ranked[name] = ranked
+            self._waiting.pop(name, None)
+
+    def forget(self, name: str) -> None:
+        """A conversation has the rank of all others."""
+        self._waiting.pop(name, None)
+        self._ranked.pop(name, None)
+
+    # Where histories end
+
+    def grown(self, key: str, ids: bytes, start: int) -> dict[str, Tips]:
+        """What the tips are of conversations that have waited for a chunk which was added: its sequence is this one,
+        and its own tokens begin at `start`."""
+        head = ids[: (start + 1) * WIDTH]
+        names = [
+            name for name, (salt, mine) in self._waiting.items() if mine.startswith(head) and key.endswith(end_of(salt))
+        ]
+        return self._found(names, self._chunks)
+
+    def _found(self, names: Sequence[str], chunks: Chunks) -> dict[str, Tips]:
+        """What the tips are of conversations that wait, among some chunks."""
+        found = chunks.tips([self._waiting[name] for name in names])
+        return {
+            name: self._tips(name, tips, length * WIDTH < len(self._waiting[name][1]))
+            for name, (tips, length) in zip(names, found, strict=True)
+        }
+
+    def without(self, gone: Collection[Chunk]) -> dict[str, Tips]:
+        """What the tips are of conversations some of whose tips go: of a chain what is left of it."""
+        numbers = {x.number for x in gone}
+        found = {}
+        for name, ranked in self._ranked.items():
+            if any(x.number in numbers for x in ranked.tips):
+                left = dict[Chunk, None]()
+                for at in ranked.tips:
+                    tip: Chunk | None = at
+                    while tip is not None and tip.number in numbers:
+                        tip = tip.parent
+                    if tip is not None:
+                        left[tip] = None
+                found[name] = self._tips(name, tuple(left), name in self._waiting)
+        return found
+
+    def _tips(self, name: str, tips: tuple[Chunk, ...], waits: bool) -> Tips:
+        ranked = self._ranked[name]
+        return Tips(tips, waits, ranked.said(tips) if ranked.noted else None)
+
+    def move(self, moved: Mapping[str, Tips]) -> None:
+        """What the rows say by now of tips is so."""
+        for name, each in moved.items():
+            self._ranked[name].tips = each.tips
+            if not each.waits:
+                self._waiting.pop(name, None)
+
+    def settle(self, chunks: Chunks) -> None:
+        """Which chunks there are was not known, and it is these: tips are those of before that are there still.
+        Histories that wait are looked for again. It may be done twice."""
+        for ranked in self._ranked.values():
+            there = (chunks.there(x) for x in ranked.tips)
+            ranked.tips = tuple(dict.fromkeys(x for x in there if x is not None))
+        self.move(self._found(list(self._waiting), chunks))
+
+    # What goes first
 
     def first(self, left: int, most: int, keep: Chunk | None, clock: Callable[[], float]) -> tuple[list[Chunk], int]:
         """The chunks that go first, of `left` bytes until no more than `most` are left, and how many are; the chain of
@@ -141,5 +196,26 @@ class Order:
         return gone
 
     def _levels(self, clock: Callable[[], float]) -> dict[int, float]:
-        ranked = list(self._ranked.values())
-        return levels(ranked, self._chunks.under([(x.salt, x.ids) for x in ranked]), clock()) if ranked else {}
+        """The level of each chunk of a history with a rank: of several the highest. What has a level already has had it
+        from a history of no lower one, and so has all that it continues: every chunk is looked at once."""
+        if not self._ranked:
+            return {}
+        found, now = dict[int, float](), clock()
+        each = [(x.level(now), x.tips) for x in self._ranked.values()]
+        for level, tips in sorted(each, key=lambda x: x[0], reverse=True):
+            for tip in tips:
+                at: Chunk | None = tip
+                while at is not None and at.number not in found:
+                    found[at.number] = level
+                    at = at.parent
+        return found
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless all tips are there, and whoever waits has a rank. For tests and debugging."""
+        for ranked in self._ranked.values():
+            assert all(x in self._chunks for x in ranked.tips), "a conversation refers to what is gone"
+        assert self._waiting.keys() <= self._ranked.keys()
+        for name, now in self._found(list(self._waiting), self._chunks).items():
+            mine, found = ({x.number for tip in x for x in tip.chain()} for x in (self._ranked[name].tips, now.tips))
+            assert mine == found, "a conversation waits for what is there"
+            assert now.waits, "a conversation waits for nothing"

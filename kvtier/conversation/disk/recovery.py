@@ -90,7 +90,8 @@ class Recovery:
         for chunk in self._chunks:
             if found.get(chunk.number) is None:
                 self._room.discard(self._folder.file(chunk.number), chunk.nbytes)
-        self._chunks.become(found)
+        self._order.settle(found)
+        self._chunks.become(found)  # last: what is cut short is done again
         return True, why
 
     def _fill(self, chunks: Chunks, has_file: Callable[[int], bool]) -> tuple[list[int], dict[str, int]]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.conversation.disk.chunks import Chunk, Chunks
+from kvtier.conversation.disk.conversations import ConversationRows
 from kvtier.conversation.disk.files.folder import Folder
 from kvtier.conversation.disk.manifest import Manifest
 from kvtier.conversation.disk.order import Order
@@ -27,7 +28,7 @@ class Room:
 
     Args:
         budget: see `Disk`.
-        folder, manifest, chunks, order, lock: of the folder.
+        folder, manifest, conversations, chunks, order, lock: of the folder.
 
     Attributes:
         rest: bytes that the manifest takes besides what is counted there of the rows of chunks: conversations, mostly.
@@ -38,6 +39,7 @@ class Room:
         budget: int | None,
         folder: Folder,
         manifest: Manifest,
+        conversations: ConversationRows,
         chunks: Chunks,
         order: Order,
         lock: contextlib.AbstractContextManager[Any],
@@ -46,6 +48,7 @@ class Room:
         self.rest = 0
         self._folder = folder
         self._manifest = manifest
+        self._conversations = conversations
         self._chunks = chunks
         self._order = order
         self._lock = lock
@@ -99,7 +102,7 @@ class Room:
             return ""
         with self._lock:
             self.count()
-            if not self.fits(nbytes):  # to look where the tokens of all ranked conversations are takes time
+            if not self.fits(nbytes):  # to order all chunks takes time
                 why = self.leaves(nbytes, keep)
                 if why:
                     return why
@@ -154,10 +157,13 @@ class Room:
             return ""
         with self._lock:
             try:
+                moved = self._order.without(gone)
                 with self._chunks.change():  # a commit that fails may have been done
                     with self._manifest.transaction():
                         self._manifest.remove([x.number for x in gone])
+                        self._conversations.note(moved)
                     self.drop(gone)
+                    self._order.move(moved)
             except FAILURES as error:
                 return str(error)
             self._manifest.give_back()

@@ -31,8 +31,7 @@ from test_store import Tokenizer, store_of
 from test_store_interrupts import Line_
 
 from kvtier import ConfigError, StoreInUseError
-from kvtier.conversation.disk import disk as disks_module
-from kvtier.conversation.disk import manifest
+from kvtier.conversation.disk import manifest, writing
 from kvtier.conversation.disk.disk import Disk
 from kvtier.conversation.disk.tools.contents import verify
 from kvtier.conversation.index import packed
@@ -433,7 +432,7 @@ def test_what_continues_something_that_is_forgotten_while_it_is_written_is_not_s
 ) -> None:
     disk = disk_of(tmp_path)
     assert save(disk, A)
-    chunk, write = disk.find("k", packed(A))[1], disks_module.write_tensors
+    chunk, write = disk.find("k", packed(A))[1], writing.write_tensors
     assert chunk is not None
 
     def forgets(*args: Any) -> Any:
@@ -442,7 +441,7 @@ def test_what_continues_something_that_is_forgotten_while_it_is_written_is_not_s
         return found
 
     with monkeypatch.context() as patch:
-        patch.setattr(disks_module, "write_tensors", forgets)
+        patch.setattr(writing, "write_tensors", forgets)
         assert not save(disk, A2)
     assert "removed meanwhile" in disk.problem
     assert not files_of_chunks(tmp_path)

@@ -15,7 +15,7 @@ from disks import disk_of, load, save
 from families import tiny_model
 from test_store import GREEDY, fresh, ones, some_ids, store_of
 
-from kvtier.conversation.disk import disk as disks_module
+from kvtier.conversation.disk import writing
 from kvtier.conversation.disk.disk import Disk
 from kvtier.conversation.index import packed
 from kvtier.eviction.rank import Rank
@@ -61,7 +61,7 @@ def test_nobody_waits_for_a_file_that_goes_or_is_written(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = full(tmp_path)
-    begun, ends = hangs(monkeypatch, os if what == "unlink" else disks_module, what)
+    begun, ends = hangs(monkeypatch, os if what == "unlink" else writing, what)
     saving = threading.Thread(target=save, args=(disk, NEW))
     saving.start()
     try:
@@ -90,7 +90,7 @@ def test_nobody_waits_for_a_file_that_goes_or_is_written(
 def test_what_grows_while_a_file_is_written_is_within_the_budget_with_it(
     more: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    disk, write = full(tmp_path, more), disks_module.write_tensors
+    disk, write = full(tmp_path, more), writing.write_tensors
     messages = [{"role": "user", "content": "x" * 15_000}]
 
     def grows(*args: Any) -> Any:
@@ -98,7 +98,7 @@ def test_what_grows_while_a_file_is_written_is_within_the_budget_with_it(
         assert disk.save_conversation("long", {"messages": messages})
         return found
 
-    monkeypatch.setattr(disks_module, "write_tensors", grows)
+    monkeypatch.setattr(writing, "write_tensors", grows)
     assert save(disk, NEW) == (more > 0)
     assert disk.room.nbytes + disk.room.rest <= (disk.room.budget or 0)
     assert disk.conversation("long") == {"messages": messages}
@@ -114,7 +114,7 @@ def test_conversations_are_opened_forked_rewound_and_parked_while_their_keys_are
     model, ids = tiny_model("llama"), some_ids(30)
     with store_of(model, directory=tmp_path) as store:
         chat = store.open("alice")
-        begun, ends = hangs(monkeypatch, disks_module, "write_tensors")
+        begun, ends = hangs(monkeypatch, writing, "write_tensors")
         out = chat.generate(**ones(ids), **GREEDY)
         try:
             assert begun.wait(120)

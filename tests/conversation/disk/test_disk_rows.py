@@ -27,11 +27,11 @@ from settled import handles, only, settled
 
 from kvtier import ConfigError, StoreInUseError
 from kvtier.conversation.disk import reading as reading_module
-from kvtier.conversation.disk.chunks import Chunks
 from kvtier.conversation.disk.disk import Disk
 from kvtier.conversation.disk.files.files import SEGMENT, Damaged, checksum, read_tensors, write_tensors
 from kvtier.conversation.disk.files.folder import MANIFEST, Folder
 from kvtier.conversation.disk.manifest import VERSION
+from kvtier.conversation.disk.order import Order
 from kvtier.conversation.disk.pieces import digest
 from kvtier.conversation.disk.tools.contents import contents
 from kvtier.conversation.disk.tools.upkeep import Upkeep
@@ -190,11 +190,9 @@ def test_what_many_share_is_in_the_files_once(tmp_path: Path) -> None:
     disk.close()
 
 
-def test_a_save_that_needs_no_room_does_not_look_where_ranked_tokens_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looked, under = list[object](), Chunks.under
-    monkeypatch.setattr(Chunks, "under", lambda chunks, *of: looked.append(of) or under(chunks, *of))
+def test_a_save_that_needs_no_room_does_not_order_all_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked, levels = list[object](), Order._levels
+    monkeypatch.setattr(Order, "_levels", lambda order, *of: looked.append(of) or levels(order, *of))
     disk = disk_of(tmp_path, 20_000)
     for n in range(3):
         assert save(disk, [n] * 40)
@@ -871,7 +869,7 @@ def test_a_conversation_whose_name_is_damaged_is_not_overwritten(tmp_path: Path)
         db.execute("UPDATE conversations SET name = CAST('c' AS BLOB) WHERE name = CAST('b' AS BLOB)")
     db.close()
     disk = disk_of(tmp_path)
-    assert disk.names() == {"a": True}
+    assert disk.names() == {"a": None}
     assert disk.conversation("a") == {"ids": [1]}
     disk.save_conversation("a", {"ids": [1, 2]})
     disk.save_conversation("c", {"ids": [3]})
@@ -1096,7 +1094,9 @@ def test_what_is_known_of_a_conversation_is_not_written_again(tmp_path: Path) ->
     disk.save_conversation("a", {"ids": [1, 2]})
     disk.rank("a", None, packed([1, 2]), Rank(priority=2), 0.0)
     disk.save_conversation("a", {"ids": [1, 2]})
-    assert disk.names() == {"a": True, "b": False}, "in the order of their making"
+    assert {name: bool(rank) for name, rank in disk.names().items()} == {"a": True, "b": False}, (
+        "in the order of their making"
+    )
     assert list(disk.names()) == ["a", "b"]
     assert disk.conversation("a") == {"ids": [1, 2]}
     disk.close()

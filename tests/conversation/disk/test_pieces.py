@@ -15,6 +15,7 @@ from disks import disk_of, states_of
 
 from kvtier.conversation.disk import conversations, pieces
 from kvtier.conversation.disk.files.folder import MANIFEST
+from kvtier.conversation.disk.manifest import VERSION
 from kvtier.conversation.disk.pieces import Written
 from kvtier.conversation.disk.tools.contents import contents
 
@@ -223,7 +224,7 @@ def test_a_folder_that_has_digests_of_whole_lists_too_is_taken_as_it_is(damaged:
     assert disk.conversation("a") == said | {"ids": [1, 2, 3, 4]}
     disk.close()
     with sqlite3.connect(tmp_path / MANIFEST) as db:
-        assert db.execute("SELECT value FROM about WHERE name = 'version'").fetchall() == [("5",)]
+        assert db.execute("SELECT value FROM about WHERE name = 'version'").fetchall() == [(f"{VERSION}",)]
         ((text,),) = db.execute("SELECT state FROM conversations").fetchall()
         assert "pieces" not in json.loads(text)
     db.close()

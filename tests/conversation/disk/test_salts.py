@@ -13,7 +13,8 @@ import pytest
 from kvtier.conversation.disk.chunks import Chunks
 from kvtier.conversation.disk.keys import key_of
 from kvtier.conversation.disk.manifest import Row
-from kvtier.conversation.disk.order import Order, Ranked
+from kvtier.conversation.disk.order import Order
+from kvtier.conversation.disk.ranked import Ranked
 from kvtier.conversation.disk.tools.contents import Contents
 from kvtier.conversation.index import packed
 from kvtier.eviction.rank import Rank
@@ -50,7 +51,7 @@ def room(count: int) -> Callable[[], Any]:
     for row in rows(count):
         chunks.add(row, None)
     for i in range(count):
-        order.rank(f"{i}", Ranked(f"t{i}", packed([i]), Rank(priority=1 + i % 2), 0.0))
+        order.put(f"{i}", Ranked(Rank(priority=1 + i % 2), 0.0, next(chunks.tips([(f"t{i}", packed([i]))]))[0]))
 
     def call() -> None:
         gone, _ = order.first(chunks.nbytes, chunks.nbytes - 1, None, lambda: 1.0)

@@ -7,6 +7,8 @@ import functools
 import math
 import pickle
 import random
+import shutil
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -15,17 +17,20 @@ import pytest
 import torch
 from disks import disk_of, load, save
 from families import tiny_model
+from test_ranked import of_layout_5
 from test_store import GREEDY, fresh, grown, ones, some_ids, store_of
 
 from kvtier import BudgetError, ConfigError, ConversationStore, TieredKVCache, TieredMemory
 from kvtier.conversation.conversation import Conversation
 from kvtier.conversation.disk.chunks import Chunk
 from kvtier.conversation.disk.disk import Disk
+from kvtier.conversation.disk.manifest import Manifest
 from kvtier.conversation.index import packed
 from kvtier.conversation.kept import retention
 from kvtier.conversation.kept.kept import MOST_STATES
 from kvtier.conversation.names import Conversations
 from kvtier.eviction.rank import Rank
+from kvtier.hf.models import fingerprint
 
 #: Host memory that holds two or three conversations of five.
 BUDGETS = {"llama": "56KiB", "gemma3": "40KiB", "qwen3_next": "40KiB"}
@@ -573,6 +578,68 @@ def test_what_is_pinned_or_has_a_priority_is_so_in_a_later_process(tmp_path: Pat
         assert chat.reuse is not None
         assert (chat.reuse.cached, chat.reuse.loaded) == (out.shape[1] - 1, 0)
         store.check_integrity()
+
+
+@pytest.mark.parametrize("of_before", [False, True])
+def test_a_conversation_with_a_rank_is_read_when_somebody_asks_for_it(
+    of_before: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, init, asked = tiny_model("llama"), Manifest.__init__, list[str]()
+
+    def traced(manifest: Manifest, *args: Any, **options: Any) -> None:
+        init(manifest, *args, **options)
+        manifest.db.set_trace_callback(asked.append)
+
+    with store_of(model, directory=tmp_path) as store:
+        turn(store.open("a", pinned=True), some_ids(20))
+        turn(store.open("b", ttl=1000, priority=2), some_ids(20, seed=1))
+    if of_before:
+        of_layout_5(tmp_path)
+        with store_of(model, directory=tmp_path) as store:  # which reads them, once
+            assert store._kept.ranks._ranked.keys() == {"a", "b"}
+    monkeypatch.setattr(Manifest, "__init__", traced)
+    with store_of(model, directory=tmp_path) as store:
+        assert asked, "nothing was traced"
+        assert not [x for x in asked if x.startswith("SELECT") and ("state" in x or "pieces" in x)]
+        assert store._disk_tier is not None
+        levels = store._disk_tier.disk._order._levels(time.time)
+        assert sorted(levels.values()) == [2, math.inf]
+        assert not store._kept.ranks._ranked
+        chat = store.open("a")
+        found = store._kept.ranks._ranked[chat.name]
+        assert (found.rank, found.ids) == (chat.rank, packed(chat.ids[:-1]))
+
+
+def test_what_is_saved_behind_a_turn_has_the_rank_of_its_conversation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process is killed then, and the next one reads no conversation."""
+    model, write, goes_on = tiny_model("llama"), Disk.write, threading.Event()
+
+    def waits(disk: Disk, *args: Any) -> Chunk | None:
+        assert goes_on.wait(60)
+        return write(disk, *args)
+
+    with store_of(model, directory=tmp_path) as store:
+        assert store._disk_tier is not None
+        order = store._disk_tier.disk._order
+        with monkeypatch.context() as patch:
+            patch.setattr(Disk, "write", waits)
+            try:
+                turn(store.open("a", pinned=True), some_ids(20))
+                store.open("a").fork("b")
+                assert order._waiting.keys() == {"a"}, "others have no rank"
+                store.conversations.save_all()
+                assert order._waiting.keys() == {"a"}, "it has not gone on since, and waits still"
+            finally:
+                goes_on.set()
+            store._disk_tier.flush()
+        assert not order._waiting, "its ids are in memory still"
+        shutil.copytree(tmp_path, copied := tmp_path.with_name("copied"))
+    disk = Disk(copied, None, fingerprint.fingerprint(model))
+    assert disk.rank_saved(disk.names()) == []
+    assert list(disk._order._levels(time.time).values()) == [math.inf]
+    disk.close()
 
 
 def test_what_is_pinned_stays_on_a_full_disk_and_others_are_not_saved(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from test_store import GREEDY, Tokenizer, fresh, grown, ones, some_ids, store_of
 
 from kvtier import StoreInUseError
 from kvtier.conversation.conversation import Conversation
-from kvtier.conversation.disk import disk as disks_module
+from kvtier.conversation.disk import writing
 from kvtier.conversation.disk.manifest import Manifest
 from kvtier.conversation.saved import archive, disk_tier
 from kvtier.conversation.saved.waiting import Saved
@@ -193,9 +193,7 @@ def test_who_asks_what_a_store_holds_waits_for_no_commit(tmp_path: Path) -> None
         assert right.saved_bytes
 
 
-@pytest.mark.parametrize(
-    ("owner", "name"), [(disks_module, "write_tensors"), (Manifest, "add")], ids=["a file", "a commit"]
-)
+@pytest.mark.parametrize(("owner", "name"), [(writing, "write_tensors"), (Manifest, "add")], ids=["a file", "a commit"])
 def test_a_process_that_is_forked_while_something_is_saved_closes_its_store_and_the_parent_saves_it(
     owner: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
