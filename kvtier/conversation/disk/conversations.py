@@ -7,7 +7,7 @@ cannot be computed again.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from kvtier.conversation.disk.manifest import Manifest
@@ -113,6 +113,15 @@ class ConversationRows:
         """
         with self._manifest.transaction():
             self._rank((name, rank or 0) for name, rank in ranks.items())
+
+    def change_ranks(self, change: Callable[[str], str]) -> None:
+        """Let every rank say what this makes of it, see `save`. Within a transaction.
+
+        Raises:
+            sqlite3.Error: they were not changed.
+        """
+        ranks = [(each[0], rank) for each in self.names() if each is not None and (rank := each[1])]
+        self._rank((name, new) for name, rank in ranks if (new := change(rank)) != rank)
 
     def _rank(self, ranks: Iterable[tuple[str, str | int]]) -> None:
         values = [(ranked, digest_of(_name(name), f"{ranked}"), _name(name)) for name, ranked in ranks]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvtier.conversation.disk.chunks import Chunk, Chunks
@@ -64,3 +64,17 @@ class Ranked:
             return None
         there = tuple(chunk for chunk, digest in tips if chunk is not None and chunk.digest == digest)
         return cls(rank, used, there, noted=True) if len(there) == len(tips) else None
+
+
+def renumbered(said: str, now: Callable[[int, str], tuple[int, str]]) -> str:
+    """What a row says where chunks have other numbers and digests, see `Ranked.said`. What nobody has written stays.
+
+    Args:
+        now: of a chunk, by its number and digest.
+    """
+    try:
+        found = json.loads(said)
+        tips = dict.fromkeys(now(number, digest) for number, digest in found["tips"])
+    except (ValueError, TypeError, KeyError):
+        return said
+    return json.dumps(found | {"tips": list(tips)})

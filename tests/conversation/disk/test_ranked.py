@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from disks import disk_of, save
+from disks import content, disk_of, save
 
 from kvtier.conversation.disk.chunks import Chunks
 from kvtier.conversation.disk.conversations import ConversationRows
@@ -22,6 +22,7 @@ from kvtier.conversation.disk.keys import end_of
 from kvtier.conversation.disk.manifest import Row
 from kvtier.conversation.disk.pieces import digest
 from kvtier.conversation.disk.tools.contents import contents
+from kvtier.conversation.disk.tools.upkeep import Upkeep
 from kvtier.conversation.index import common, packed
 from kvtier.eviction.rank import DEFAULT, Rank
 
@@ -425,3 +426,39 @@ def test_a_conversation_of_which_nothing_is_left_keeps_no_chunk(tmp_path: Path) 
     assert disk.conversation("0") is None
     assert disk._order._levels(disk.clock) == {}
     disk.close()
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_who_compacts_a_folder_renumbers_what_ranks_refer_to(
+    cut: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng, disk, histories = random.Random(1), disk_of(tmp_path), dict[str, list[int]]()
+    for turn in range(30):
+        name = rng.choice("abcd")
+        ids = histories.get(name) or list(rng.choice([*histories.values(), []]))
+        histories[name] = ids + [rng.randrange(3) for _ in range(rng.randrange(1, 9))]
+        assert keep(disk, histories[name])
+        if turn % 3:  # others are at a chunk in the middle
+            saves(disk, name, histories[name], PIN)
+        else:
+            histories[name] = ids
+            saves(disk, name, ids, PIN)
+    disk.close()
+    if cut:
+        monkeypatch.setattr(ConversationRows, "change_ranks", lambda *of: None)
+    with Upkeep(tmp_path) as upkeep:
+        assert sum(upkeep.compact(largest).merged for largest in (1000, 10**6)) > 2
+    disk, unread = opened(tmp_path)
+    assert bool(unread) == cut
+    for name in histories.keys() - set(unread):
+        assert owned(disk, name) == by_ids(disk, histories[name])
+    disk.close()
+
+
+def keep(disk: Disk, ids: Sequence[int]) -> bool:
+    """Save keys and values, which may be merged."""
+    start, parent = disk.find(KEYS[0], packed(ids))
+    if start < len(ids):
+        part = content(ids, start)
+        disk.write(KEYS[0], packed(ids), start, parent, {"k.0": part, "v.0": part}, "")
+    return disk.find(KEYS[0], packed(ids))[0] == len(ids)

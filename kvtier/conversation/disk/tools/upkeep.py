@@ -20,6 +20,7 @@ from kvtier.conversation.disk.conversations import ConversationRows
 from kvtier.conversation.disk.files.files import LARGEST, Damaged, read_tensors, write_tensors
 from kvtier.conversation.disk.files.folder import MANIFEST, Folder, sync_names
 from kvtier.conversation.disk.manifest import LONGEST, Manifest, Row
+from kvtier.conversation.disk.ranked import renumbered
 from kvtier.conversation.disk.tools.contents import Contents, check_there, compare, stop_of
 from kvtier.errors import ConfigError
 
@@ -59,6 +60,8 @@ class Upkeep:
     def __init__(self, directory: str | Path) -> None:
         check_there(Path(directory).absolute())
         self._next, self._merged, self._problem = 1, 0, ""
+        # By the number of a chunk that was replaced: its digest, and what it is part of.
+        self._became: dict[int, tuple[bytes, Row]] = {}
         self._folder = Folder(directory)
         try:
             self._manifest = Manifest(self._folder.path / MANIFEST, None)
@@ -181,6 +184,9 @@ class Upkeep:
                     self._replace(found, group)
                 except (Damaged, OSError, MemoryError) as error:
                     self._problem = f"{error}: {_NOT_MERGED}"
+        if self._became:  # where it is cut short before this, stores read what conversations are instead
+            with self._telling(), self._manifest.transaction():
+                ConversationRows(self._manifest).change_ranks(lambda said: renumbered(said, self._now))
         try:
             self._manifest.vacuum()
         except (OSError, sqlite3.Error, MemoryError) as error:
@@ -248,9 +254,18 @@ class Upkeep:
             self._manifest.remove(gone)
             for old, row in new.items():
                 self._manifest.add(row, used[old])
+        self._became |= {n: (found.rows[n].digest, new[group[-1]]) for n in group}
+        self._became |= {n: (found.rows[n].digest, new[n]) for n in below}
         self._unlink(gone)
         _renumber(found, group, new, used)
         self._merged += len(group)
+
+    def _now(self, number: int, digest: str) -> tuple[int, str]:
+        """What a chunk of this number and digest is part of, which may have been replaced several times."""
+        while number in self._became and self._became[number][0].hex() == digest:
+            row = self._became[number][1]
+            number, digest = row.number, row.digest.hex()
+        return number, digest
 
     def _take(self, made: list[Path]) -> int:
         """A number that no chunk has had."""
