@@ -13,7 +13,7 @@ import pytest
 from test_mutations import both, ending, gone, rewritten
 from world import run, worlds
 
-from kvtier.conversation import index
+from kvtier.conversation import index, records
 from kvtier.conversation.calls.call import Calls
 from kvtier.conversation.calls.columns import Columns
 from kvtier.conversation.calls.prefix_reuse import PrefixReuse
@@ -124,7 +124,7 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "nobody looks where the tokens of a conversation are": gone(Ranks, "refresh"),
     "a conversation that is closed keeps its rank": gone(Ranks, "forget"),
-    "a rank is not saved": edit(Conversation, "state", "if rank != DEFAULT:", "if False:"),
+    "a rank is not saved": edit(records, "record_of", "if rank != DEFAULT:", "if False:"),
     # wake
     "a wake that was cancelled goes on": edit(
         Waker, "step", 'if wake._goes_on(waits=wake._waits_for != ""):', "if True:"

@@ -30,7 +30,7 @@ from kvtier.conversation.kept import retention
 from kvtier.conversation.kept.kept import MOST_STATES
 from kvtier.conversation.names import Conversations
 from kvtier.eviction.rank import Rank
-from kvtier.hf.models import fingerprint
+from kvtier.hf.models.identity import fingerprint
 
 #: Host memory that holds two or three conversations of five.
 BUDGETS = {"llama": "56KiB", "gemma3": "40KiB", "qwen3_next": "40KiB"}
