@@ -102,7 +102,8 @@ class Policy:
 
     #: Whether `StepState.row_bytes` and `row_spilled` are asked for: they take a look at every row's table.
     by_rows = False
-    #: Part of the device budget that stays free where what could come back to the device is read where it is.
+    #: Part of the device budget that stays free, with room for the next new blocks, where what could come back to the
+    #: device is read where it is. 0.0: all room is used, so that new blocks evict others.
     headroom = 1 / RESERVE_SHARE
 
     # What a policy of one's own begins with, whose `__init__` does not call this one.
@@ -122,11 +123,13 @@ class Policy:
         reserve = min(most, state.device_bytes // RESERVE_SHARE)
         # Fetched blocks stay in room that neither fetches nor the next new blocks ask back, evenly over the layers.
         free = state.free_bytes - 2 * reserve
-        free += sum([(x.fetched - x.sequences) * x.block_bytes for x in state.layers])
+        free += sum([x.fetched * x.block_bytes for x in state.layers])
         # What the host can attend to comes back where much is free, as after `crop`: not what was just evicted.
         fetched = [x for x in state.layers if not x.host_attention]
         if not fetched:
             free -= int(state.device_bytes * self.headroom)
+        if fetched or self.headroom:
+            free -= sum([x.sequences * x.block_bytes for x in state.layers])
         # A cache that goes on with a parked history does not wait for that before its first token: it comes behind it.
         returning = fetched or (state.layers if state.last is not None else [])
         keep = dict.fromkeys(map(id, state.layers), 0)

@@ -262,6 +262,11 @@ class ShareLearner:
         """Whether the choice has yet to show what it is worth."""
         return self.step - self.chosen < SEEN + SETTLE
 
+    def _has_faded(self, predict: _Predict) -> bool:
+        """Whether the choice promises less now than when it was made: it was made by other rates."""
+        promised = self.decisions[-1].prediction.seconds if self.decisions else 0.0
+        return predict(self.choice).seconds > promised * (1 + HYSTERESIS)
+
     def _careful(self, predict: _Predict, best: int) -> int:
         """The largest share up to the best that costs little, should the link be far slower than estimated. Where the
         best is none, the largest that is expected to cost little: the link may be far faster, too."""
@@ -308,7 +313,8 @@ class ShareLearner:
             return self._corrected(predict(choice).seconds, choice, believed)
 
         # A choice is given the time to show what it is worth, unless what it is chosen for has changed.
-        gain = max(self._hysteresis(), SURE if self._is_young() else 0.0)
+        sure = self._is_young() and not self._has_faded(predict)
+        gain = max(self._hysteresis(), SURE if sure else 0.0)
         self.near_looks += 1
         if self.near_looks > BELIEVED:
             self.near_looks, seen = 0, {x: expected(x) for x in range(CHOICES)}

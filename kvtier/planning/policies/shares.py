@@ -33,7 +33,7 @@ class FixedShare(Policy):
     """
 
     # A larger share needed more room, which is used again; what one eviction frees for the next blocks is far less.
-    headroom = 1 / 64
+    headroom = 0.0
 
     def __init__(self, share: float, *, write_through: float = WRITE_THROUGH) -> None:
         super().__init__(write_through=write_through, ahead=DEPTH)
@@ -50,8 +50,8 @@ class FixedShare(Policy):
         if not largest:
             return super().plan(state)  # what comes back where much is free
         reserve = min(DEPTH * largest, state.device_bytes // MOST_ROOM)
-        # What was spilled for a larger share comes back, but for the next new blocks' room.
-        spare = state.free_bytes - reserve + sum([(x.fetched - x.sequences) * x.block_bytes for x in state.layers])
+        # What was spilled for a larger share comes back.
+        spare = state.free_bytes - reserve + sum([x.fetched * x.block_bytes for x in state.layers])
         keep = [0] * len(fetch)
         block = max(x.block_bytes for x in state.layers)
         if spare >= block:
@@ -85,17 +85,20 @@ def room_for(groups: Sequence[Group], share: float, device_bytes: int, reserve: 
     room = float(DEPTH * _largest(groups, share))
     if not room:
         return 0
-    # What is kept free besides is spilled by the fullest layers, and the same share of that needs room again.
+    # What is kept free besides is spilled by the fullest layers, and the same share of that needs room again: of the
+    # fullest alone until they are as full as the next ones, of these and the next ones then.
     heights = sorted([(x.resident * x.block_bytes, count, x.block_bytes) for x, count in groups], reverse=True)
-    layers, lowered = 0, 0.0
+    layers, lowered, depth, found = 0, 0.0, 0.0, room
     for i, (height, count, block) in enumerate(heights):
         below = heights[i + 1][0] if i + 1 < len(heights) else 0
         layers += count
-        lowered += layers * (height - below)
         if height - below <= block and i + 1 < len(heights):
+            depth, lowered = depth + height - below, lowered + layers * (height - below)
             continue  # as full as each other, but for a block
         each = DEPTH * share / layers
-        found = max((room - each * reserve) / (1 - each), 0.0) if each < 1 else math.inf
+        begun = room + DEPTH * share * depth - each * (reserve + lowered)
+        found = max(begun / (1 - each), 0.0) if each < 1 else math.inf
+        depth, lowered = depth + height - below, lowered + layers * (height - below)
         if found - reserve <= lowered:
             break
     return int(min(found, device_bytes // MOST_ROOM))
