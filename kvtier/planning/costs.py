@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from kvtier.planning.fit import line_of
 from kvtier.planning.groups import Groups, height_after, raised_to
 from kvtier.planning.linear import OF_EACH, LinearPart
+from kvtier.planning.overlap import AT_A_TIME, busy_parts, is_uneven
 from kvtier.planning.rates import FASTEST, WINDOW, Median, Rates
 from kvtier.planning.step import StepRecord
 
@@ -30,7 +31,7 @@ DIFFERENT, OFTEN = 1.5, 8
 MOVING = 0.1
 #: Layers whose fetches have to fit into the room, so that none waits for another's; and the blocks by which a predicted
 #: room may fall short of that, for it is rounded.
-AT_A_TIME, ROUNDED = 2, 2
+ROUNDED = 2
 
 
 @dataclass(slots=True)
@@ -51,6 +52,7 @@ class Prediction:
         busy: share of host attention during which the link is busy.
         waits: for layers that are alike, how many, the bytes that the host attends to in each, the seconds of device
             attention behind which that hides, and those that the fetch of each takes.
+        uneven: whether layers fetch so different amounts that fetches run into the turns of other layers.
         error: what predictions of such steps have been wrong by, relative, the median of the last ones; None before the
             first.
     """
@@ -68,6 +70,7 @@ class Prediction:
     copies: int = 0
     busy: float = 0.0
     waits: tuple[tuple[int, float, float, float], ...] = ()
+    uneven: bool = False
     error: float | None = None
 
     @property
@@ -168,7 +171,7 @@ class CostModel:
         rates = self.rates
         link = exposed = device = busy_bytes = 0.0
         fetched = hosted = layers = copies = 0
-        takes = list[float]()
+        takes, links, hosts, reads = list[float](), list[float](), list[float](), list[float]()
         longest = 0.0
         known = self.linear
         linear = (known or 0.0) * part / max(sum([count for _, count in groups]), 1)
@@ -191,6 +194,7 @@ class CostModel:
                 take = min(int(spilled * share + 0.5) if share < 1 else spilled, room // nbytes)
             on_link = rates.copy_overhead + take * nbytes / rates.up if take else 0.0
             takes.append(take)
+            links.append(on_link)
             if take:
                 copies += count
                 longest = max(longest, take * nbytes)
@@ -199,12 +203,17 @@ class CostModel:
             attended = (layer.resident + had - spilled + take + layer.sequences) * nbytes / rates.device
             device += count * attended
             layers += count
-            left = (spilled - take) * nbytes
-            if left > 0:
+            hosts.append((spilled - take) * nbytes / rates.host)
+            reads.append(attended)
+        uneven = known is not None and link and is_uneven(links)
+        parts = busy_parts(groups, rates, linear * layers, links, hosts, reads) if uneven else ()
+        for i, (_, count) in enumerate(groups):
+            on_link, alone, attended = links[i], hosts[i], reads[i]
+            if alone > 0:
+                left = alone * rates.host
                 hosted += int(count * left)
-                alone = left / rates.host
                 # A layer's turn on the link begins as the layer before it ends, with the linear part.
-                busy = min(max(on_link - linear, 0.0) / alone, 1.0)
+                busy = parts[i] if parts else min(max(on_link - linear, 0.0) / alone, 1.0)
                 busy_bytes += count * left * busy
                 waits.append((count, left, attended, on_link))
                 exposed += count * max(rates.host_overhead + alone / (1 - rates.shared * busy) - attended, 0.0)
@@ -216,7 +225,7 @@ class CostModel:
         seconds = max(base + exposed, fetching)
         return Prediction(
             *(share, seconds, base, exposed, link, fetching, fetched, hosted, device, layers, copies, busy),
-            *(tuple(waits), self._errors.value),
+            *(tuple(waits), bool(parts), self._errors.value),
         )
 
     def _short_of_room(self, groups: Groups, takes: Sequence[float], room: float) -> tuple[float, float, int]:
@@ -432,6 +441,8 @@ class CostModel:
         alike."""
         linear = (self.linear or 0.0) * part / prediction.layers
         slower = record.seconds_up * part / prediction.link
+        if prediction.uneven:
+            return min(prediction.busy * slower, 1.0)
         attended = [left / self.rates.host for _, left, _, _ in prediction.waits]
         busy = [
             count * min(max(on_link * slower - linear, 0.0), seconds)

@@ -16,11 +16,13 @@ class Groups(list[Group]):
 
     Attributes:
         order: the group of each layer, in the order of a forward.
+        gaps: layers of the model from one of these to the next, which has its turn with the last of them.
     """
 
-    def __init__(self, groups: Iterable[Group], order: Sequence[int]) -> None:
+    def __init__(self, groups: Iterable[Group], order: Sequence[int], gaps: Sequence[int]) -> None:
         super().__init__(groups)
         self.order = order
+        self.gaps = gaps
 
 
 def alike(layers: Sequence[LayerState]) -> Groups:
@@ -36,7 +38,8 @@ def alike(layers: Sequence[LayerState]) -> Groups:
             counts.append(0)
         counts[number] += 1
         order.append(number)
-    return Groups(zip(first, counts, strict=True), order)
+    gaps = [x.layer - before for x, before in zip(layers, (-1, *(x.layer for x in layers)), strict=False)]
+    return Groups(zip(first, counts, strict=True), order, gaps)
 
 
 def height_after(heights: Sequence[tuple[float, int]], total: float) -> float:
