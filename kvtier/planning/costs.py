@@ -18,12 +18,18 @@ from kvtier.planning.step import StepRecord
 JUMP = 0.15
 #: The link is idle if it is busy for less than such a share of a step; the most that it takes from the host's rate.
 IDLE, MOST_LOST = 0.2, 0.8
+#: What a busy link takes from the host's rate is learned where it is busy for such a part of host attention: the less
+#: that is, the more noise counts.
+LOUD = 0.5
 #: Steps that stall for longer than such a part of them have the link busy all the time.
 STALLED = 0.01
 #: The most that an overhead is taken to be, seconds a layer.
 MOST_OVERHEAD = 1e-3
 #: The part of a copy that moves bytes, at the least; the rest is overhead.
 LEAST_MOVING = 1 / 8
+#: The most of the time of copies that may be overhead as it was measured, where they tell the link's rate: what they
+#: take beyond the bytes is not the link's, and while blocks move there are more copies than predicted.
+MOST_OVERHEADS = 0.25
 #: Copies that differ so much in bytes tell what a copy takes besides; looked at after so many steps that fetch, for it
 #: takes longer than all else that is learned from one.
 DIFFERENT, OFTEN = 1.5, 8
@@ -286,7 +292,7 @@ class CostModel:
             ("up", self._up, record.bytes_up, record.seconds_up, copies * rates.copy_overhead),
             ("down", self._down, record.bytes_down, record.seconds_down, 0.0),
         ):
-            if moved and seconds > 0:
+            if moved and seconds > 0 and not (rates.measured and overhead > MOST_OVERHEADS * seconds):
                 median.add(moved / max(seconds - overhead, seconds * LEAST_MOVING))
                 assert median.value is not None
                 changed[name] = median.value
@@ -423,7 +429,7 @@ class CostModel:
             if self._known is not None and now > self._known * (1 + JUMP):
                 self._known = None  # with a busy link it does more than it was said to do alone
             alone = self._rate_alone()
-            if alone is not None:
+            if alone is not None and busy >= LOUD:
                 self._lost.add(min(max((1 - seen / alone) / busy, 0.0), MOST_LOST))
             # The first ones differ, for blocks still move.
             if before is not None and len(self._overlapped) > WINDOW // 2 and abs(now / before - 1) > JUMP:
