@@ -6,6 +6,7 @@ rates.py        `Rates` of a machine, and the median by which they are learned
 costs.py        `CostModel`: seconds of a step predicted from rates, and rates learned from steps
 linear.py       `LinearPart`: what a step takes besides attention and waiting
 groups.py       layers that are alike
+overlap.py      how long the link is busy while the host attends, where layers are not alike
 fit.py          least squares
 admission.py    what a step needs, in bytes: for admission and for the error
 sizing.py       sizes of slabs, workspaces and chunks

@@ -27,9 +27,11 @@ STALLED = 0.01
 MOST_OVERHEAD = 1e-3
 #: The part of a copy that moves bytes, at the least; the rest is overhead.
 LEAST_MOVING = 1 / 8
-#: The most of the time of copies that may be overhead as it was measured, where they tell the link's rate: what they
-#: take beyond the bytes is not the link's, and while blocks move there are more copies than predicted.
+#: The most of the time of copies that may be overhead, where they tell the link's rate while blocks are still moving:
+#: there are more of them than predicted.
 MOST_OVERHEADS = 0.25
+#: What a copy takes besides its bytes may be measured wrong by such a part: so much says nothing of the link's rate.
+UNSURE = 1 / 16
 #: Copies that differ so much in bytes tell what a copy takes besides; looked at after so many steps that fetch, for it
 #: takes longer than all else that is learned from one.
 DIFFERENT, OFTEN = 1.5, 8
@@ -177,7 +179,7 @@ class CostModel:
         rates = self.rates
         link = exposed = device = busy_bytes = 0.0
         fetched = hosted = layers = copies = 0
-        takes, links, hosts, reads = list[float](), list[float](), list[float](), list[float]()
+        takes, links, lefts, reads = list[float](), list[float](), list[float](), list[float]()
         longest = 0.0
         known = self.linear
         linear = (known or 0.0) * part / max(sum([count for _, count in groups]), 1)
@@ -209,17 +211,17 @@ class CostModel:
             attended = (layer.resident + had - spilled + take + layer.sequences) * nbytes / rates.device
             device += count * attended
             layers += count
-            hosts.append((spilled - take) * nbytes / rates.host)
+            lefts.append((spilled - take) * nbytes)
             reads.append(attended)
-        uneven = known is not None and link and is_uneven(links)
-        parts = busy_parts(groups, rates, linear * layers, links, hosts, reads) if uneven else ()
+        alone_of = [x / rates.host for x in lefts]
+        uneven = known is not None and link > 0 and is_uneven(links)
+        parts = busy_parts(groups, rates, linear * layers, links, alone_of, reads) if uneven else None
         for i, (_, count) in enumerate(groups):
-            on_link, alone, attended = links[i], hosts[i], reads[i]
-            if alone > 0:
-                left = alone * rates.host
+            left, alone, on_link, attended = lefts[i], alone_of[i], links[i], reads[i]
+            if left > 0:
                 hosted += int(count * left)
                 # A layer's turn on the link begins as the layer before it ends, with the linear part.
-                busy = parts[i] if parts else min(max(on_link - linear, 0.0) / alone, 1.0)
+                busy = min(max(on_link - linear, 0.0) / alone, 1.0) if parts is None else parts[i]
                 busy_bytes += count * left * busy
                 waits.append((count, left, attended, on_link))
                 exposed += count * max(rates.host_overhead + alone / (1 - rates.shared * busy) - attended, 0.0)
@@ -231,7 +233,7 @@ class CostModel:
         seconds = max(base + exposed, fetching)
         return Prediction(
             *(share, seconds, base, exposed, link, fetching, fetched, hosted, device, layers, copies, busy),
-            *(tuple(waits), bool(parts), self._errors.value),
+            *(tuple(waits), uneven, self._errors.value),
         )
 
     def _short_of_room(self, groups: Groups, takes: Sequence[float], room: float) -> tuple[float, float, int]:
@@ -288,14 +290,18 @@ class CostModel:
         rates, changed = self.rates, dict[str, float]()
         if copies is None:
             copies = 0 if prediction is None else prediction.copies
+        moving = prediction is not None and self._moving(record, prediction, part)
         for name, median, moved, seconds, overhead in (
             ("up", self._up, record.bytes_up, record.seconds_up, copies * rates.copy_overhead),
             ("down", self._down, record.bytes_down, record.seconds_down, 0.0),
         ):
-            if moved and seconds > 0 and not (rates.measured and overhead > MOST_OVERHEADS * seconds):
-                median.add(moved / max(seconds - overhead, seconds * LEAST_MOVING))
+            if moved and seconds > 0 and not (moving and overhead > MOST_OVERHEADS * seconds):
+                known: float = getattr(rates, name)
+                says_nothing = rates.measured and abs(seconds - overhead - moved / known) <= UNSURE * overhead
+                median.add(known if says_nothing else moved / max(seconds - overhead, seconds * LEAST_MOVING))
                 assert median.value is not None
-                changed[name] = median.value
+                if len(median) >= OF_EACH or not rates.measured:  # what was measured is not given up for one step
+                    changed[name] = median.value
         if alike and record.host_bytes and record.host_seconds > 0 and record.seconds > 0:
             changed |= self._host_rates(record, prediction, part)
         jumped: tuple[str, ...] = ()
@@ -312,7 +318,7 @@ class CostModel:
                 if name in changed and abs(changed[name] - getattr(rates, name)) > JUMP * getattr(rates, name)
             )
             self.rates = replace(rates, **changed)  # type: ignore[arg-type]
-        if prediction is not None and record.seconds > 0 and part > 0 and not self._moving(record, prediction, part):
+        if prediction is not None and record.seconds > 0 and part > 0 and not moving:
             if self._linear.value is not None:
                 self._errors.add(abs(prediction.seconds - record.seconds * part) / (record.seconds * part))
             waited = self._waited(record, prediction) + prediction.device
@@ -436,7 +442,8 @@ class CostModel:
                 # Another host: what it did alone, and what it lost, is not known any more.
                 self._alone, self._known, self._lost = Median(), None, Median()
                 return {"host": now, "shared": self._shared}
-        found = {} if self._lost.value is None else {"shared": self._lost.value}
+        lost, few = self._lost.value, self.rates.measured and len(self._lost) < OF_EACH
+        found = {} if lost is None or few else {"shared": lost}
         alone = self._rate_alone()
         host = self._overlapped.value if alone is None else alone
         assert host is not None

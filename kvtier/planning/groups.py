@@ -14,15 +14,27 @@ Group = tuple[LayerState, int]
 class Groups(list[Group]):
     """Groups of layers, in the order of their first ones.
 
-    Attributes:
+    Args:
+        groups: a layer of each, and how many are like it.
         order: the group of each layer, in the order of a forward.
-        gaps: layers of the model from one of these to the next, which has its turn with the last of them.
+        layers: all of them, in that order; None: they follow each other in the model.
     """
 
-    def __init__(self, groups: Iterable[Group], order: Sequence[int], gaps: Sequence[int]) -> None:
+    def __init__(
+        self, groups: Iterable[Group], order: Sequence[int], layers: Sequence[LayerState] | None = None
+    ) -> None:
         super().__init__(groups)
         self.order = order
-        self.gaps = gaps
+        self.layers = layers
+
+    @property
+    def gaps(self) -> list[int]:
+        """Of each layer, how many layers of the model come with it: itself, and those before it that are none of
+        these. Those behind the last one are not known."""
+        if self.layers is None:
+            return [1] * len(self.order)
+        indices = [x.layer for x in self.layers]
+        return [index - before for index, before in zip(indices, [-1, *indices], strict=False)]
 
 
 def alike(layers: Sequence[LayerState]) -> Groups:
@@ -38,8 +50,7 @@ def alike(layers: Sequence[LayerState]) -> Groups:
             counts.append(0)
         counts[number] += 1
         order.append(number)
-    gaps = [x.layer - before for x, before in zip(layers, (-1, *(x.layer for x in layers)), strict=False)]
-    return Groups(zip(first, counts, strict=True), order, gaps)
+    return Groups(zip(first, counts, strict=True), order, layers)
 
 
 def height_after(heights: Sequence[tuple[float, int]], total: float) -> float:

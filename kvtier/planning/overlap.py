@@ -1,4 +1,4 @@
-"""While how much of host attention the link is busy, where layers fetch different amounts."""
+"""How long the link is busy while the host attends, where layers fetch different amounts."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ from kvtier.planning.rates import Rates
 
 #: Layers whose fetches there is room for at a time.
 AT_A_TIME = 2
-#: Fetches that differ so much run into the turns of other layers.
+#: Layers whose fetches take so many times as long as others' are not alike: theirs run into the turns of others.
 UNEVEN = 1.25
 
 
-def is_uneven(nbytes: Sequence[float]) -> bool:
-    """Whether layers of some kinds fetch far more than others, or than those that fetch nothing."""
-    return max(nbytes) > UNEVEN * min(nbytes)
+def is_uneven(on_link: Sequence[float]) -> bool:
+    """Whether fetches of some layers take far longer than those of others.
+
+    Args:
+        on_link: seconds of a layer's fetch, for each group of layers.
+    """
+    return max(on_link) > UNEVEN * min(on_link)
 
 
 def busy_parts(
@@ -26,36 +30,35 @@ def busy_parts(
     alone: Sequence[float],
     attended: Sequence[float],
 ) -> list[float]:
-    """Of each group the part of its host attention during which the link is busy.
+    """The part of host attention during which the link is busy, for each group of layers.
 
-    Plays two steps: the fetch for a layer begins when the one that is `AT_A_TIME` fetches before it was read, and the
-    link is free.
+    Plays two steps, of which the first one fills the link. A fetch begins once the layer that fetches `AT_A_TIME`
+    before it was read, and behind all other fetches.
 
     Args:
-        groups: of the layers.
+        groups: of the layers, of which some fetch.
         rates: of the machine.
-        linear: seconds of a step besides attention.
-        on_link, alone, attended: of a layer of each group, the seconds of its fetch, of host attention with the link
+        linear: seconds of a step besides attention, as long in each layer of the model.
+        on_link, alone, attended: of a layer of each group the seconds of its fetch, of host attention with the link
             idle, and of device attention.
     """
     order, gaps = groups.order, groups.gaps
     each = linear / sum(gaps)
     fetching = [place for place, i in enumerate(order) if on_link[i]]
-    # Behind each place, what is fetched next.
-    behind = {place: fetching[(n + AT_A_TIME) % len(fetching)] for n, place in enumerate(fetching)}
+    # Of each layer that fetches, the one whose fetch begins behind its attention.
+    following = dict(zip(fetching, fetching[AT_A_TIME:] + fetching[:AT_A_TIME], strict=True))
     arrival = [0.0] * len(order)
-    found, now, up = [0.0] * len(groups), 0.0, 0.0
+    found, now, link = [0.0] * len(groups), 0.0, 0.0
     for turn in range(2):
         for place, i in enumerate(order):
             ready = now + gaps[place] * each
             now = max(ready, arrival[place]) + attended[i]
             if alone[i]:
-                busy = min(max(up - ready, 0.0) / alone[i], 1.0)
+                busy = min(max(link - ready, 0.0) / alone[i], 1.0)
                 now = max(now, ready + rates.host_overhead + alone[i] / (1 - rates.shared * busy))
                 if turn:
                     found[i] += busy / groups[i][1]
             if on_link[i]:
-                next_one = behind[place]
-                up = max(now, up) + on_link[order[next_one]]
-                arrival[next_one] = up
+                other = following[place]
+                link = arrival[other] = max(now, link) + on_link[order[other]]
     return found

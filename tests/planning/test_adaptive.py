@@ -132,7 +132,7 @@ def test_a_short_stall_does_not_change_what_a_busy_link_costs() -> None:
         model = CostModel(replace(RATES, host_overhead=0.0, measured=True))
         for _ in range(20):
             # The link is busy in a part of host attention: each layer's turn begins with the linear part.
-            model.observe(half_fetched(model, 3.6e-3, stalled), model.step(alike(FOUR), 0.5))
+            model.observe(half_fetched(model, 3.2e-3, stalled), model.step(alike(FOUR), 0.5))
         learned.append(model.rates.shared)
     assert learned[0] == pytest.approx(learned[1], rel=0.01)
     assert learned[0] > 0.2, "all of host attention is taken for what the link was busy in"

@@ -93,8 +93,8 @@ def room_for(groups: Sequence[Group], share: float, device_bytes: int, reserve: 
         below = heights[i + 1][0] if i + 1 < len(heights) else 0
         layers += count
         if height - below <= block and i + 1 < len(heights):
-            depth, lowered = depth + height - below, lowered + layers * (height - below)
-            continue  # as full as each other, but for a block
+            lowered += layers * (height - below)
+            continue  # as full as each other, but for a block, which the fullest has spilled less
         each = DEPTH * share / layers
         begun = room + DEPTH * share * depth - each * (reserve + lowered)
         found = max(begun / (1 - each), 0.0) if each < 1 else math.inf

@@ -192,7 +192,7 @@ class _Case:
         """
         groups = alike(_with_room(self.state.layers, more_bytes)) if more_bytes else self.groups
         if hosted:
-            groups = Groups([(replace(x, host_attention=True), n) for x, n in groups], groups.order)
+            groups = Groups([(replace(x, host_attention=True), n) for x, n in groups], groups.order, groups.layers)
         model, found = copy.copy(self.model), list[Prediction]()  # others plan with theirs meanwhile
         model.rates = self.model.rates if rates is None else rates
         for share in (self.share,) if shares is None else shares:
