@@ -90,12 +90,28 @@ def test_the_room_that_a_larger_share_needs_is_known_before_it_is_taken(share: f
     assert found == pytest.approx(after.plans[-1].reserve, rel=0.04)
 
 
-#: The best fixed share of some settings in which layers differ, or copies are mostly overhead, as a sixteenth.
-BEST = {71: 16, 91: 16, 409: 8, 506: 8, 521: 4, 799: 0, 821: 1, 854: 9, 917: 11, 929: 16}
+#: The best fixed share of some settings in which layers differ, or copies are mostly overhead, as a sixteenth; and how
+#: many times as long the policy may take.
+BEST = {
+    55: (10, 1.02),
+    71: (16, 1.02),
+    91: (16, 1.01),
+    176: (9, 0.95),
+    270: (3, 1.01),
+    409: (8, 1.0),
+    476: (5, 1.02),
+    506: (8, 1.0),
+    521: (4, 1.0),
+    799: (0, 1.01),
+    821: (1, 1.01),
+    854: (9, 1.01),
+    916: (6, 1.01),
+    929: (16, 1.01),
+}
 
 
 @pytest.mark.parametrize("seed", BEST)
 def test_by_the_rates_of_a_machine_adaptive_is_near_the_best_fixed_share(seed: int) -> None:
-    trial = Trial.drawn(seed)
-    best = trial.run(FixedShare(BEST[seed] / 16), 200)
-    assert trial.run(Adaptive(trial.calibrated(0.03)), 200) <= 1.04 * best
+    trial, (share, most) = Trial.drawn(seed), BEST[seed]
+    best = trial.run(FixedShare(share / 16), 200)
+    assert trial.run(Adaptive(trial.calibrated(0.03)), 200) <= most * best
