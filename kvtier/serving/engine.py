@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from kvtier.config import CacheOptions, Size, checks_names, parse_bytes
+from kvtier.config import CacheOptions, Size, checks_names, parse_bytes, parse_number
 from kvtier.conversation.given import check_count
 from kvtier.conversation.store import ConversationStore
 from kvtier.errors import ConcurrentUseError, ConfigError, UnsupportedError
@@ -342,7 +342,8 @@ class Engine:
             timeout: seconds to wait for a token; what the caller does between two tokens is no part of them.
 
         Raises:
-            ConfigError: no such request. TimeoutError: no token came for so long. What the request failed with.
+            ConfigError: no such request, or `timeout` is no number. TimeoutError: no token came for so long.
+                What the request failed with.
         """
         request = self._request(request_id)
         output = self.output(request_id) if request is None else request.output
@@ -370,7 +371,7 @@ class Engine:
     def _wait_until(self, there: Callable[[], bool], timeout: float | None, what: str, request: Request) -> None:
         if timeout is not None and self._steps.divided:
             raise ConfigError(f"timeout={timeout}: {_OWN_TIME}")
-        end = None if timeout is None else time.monotonic() + timeout
+        end = None if timeout is None else time.monotonic() + parse_number("timeout", timeout, "seconds")
         if not self._loop.run_until(there, end):
             raise TimeoutError(f"{what} {request.name!r} came in {timeout} seconds.")
 
@@ -388,7 +389,7 @@ class Engine:
             timeout: seconds to wait for its end.
 
         Raises:
-            ConfigError: no such request. TimeoutError: it has not ended by then; it goes on.
+            ConfigError: no such request, or `timeout` is no number. TimeoutError: it has not ended by then; it goes on.
         """
         request = self._request(request_id)
         if request is None:

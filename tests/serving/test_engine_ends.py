@@ -16,7 +16,7 @@ from cut_short import interrupted, steps_with_an_interrupt
 from families import build_model
 from workloads import by_generate, model_of
 
-from kvtier import ConversationStore, Engine, TieredMemory
+from kvtier import ConfigError, ConversationStore, Engine, TieredMemory
 from kvtier.serving import loop
 from kvtier.serving.request import RequestOutput
 
@@ -30,6 +30,16 @@ class Panic(BaseException):
 
 def add(engine: Engine, **options: Any) -> list[str]:
     return [engine.add_request(list(p), max_new_tokens=6, do_sample=False, **options) for p in PROMPTS]
+
+
+@pytest.mark.parametrize("timeout", ["5", -1, float("nan"), True])
+def test_a_time_to_wait_that_is_no_number_of_seconds_is_refused(timeout: Any) -> None:
+    with Engine(model_of("llama"), host_budget="8MiB", block_size=4) as engine:
+        name = add(engine)[0]
+        for ask in (engine.wait, lambda *args: list(engine.stream(*args))):
+            with pytest.raises(ConfigError, match=r"timeout=.* finite number of seconds"):
+                ask(name, timeout)
+        assert engine.wait(name, 60).generated_tokens == by_generate("llama", PROMPTS[0], 6)[0]
 
 
 def test_when_the_thread_ends_every_listener_hears_of_it_whatever_another_one_raises(
