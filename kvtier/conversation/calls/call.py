@@ -70,6 +70,8 @@ class Calls:
         self._model = model
         self._keeps_positions = of.keeps_positions(model)
         self._forgets_unmasked = of.forgets_unmasked(model)
+        self._adds_to_missing_masks = of.adds_to_missing_masks(model)
+        self._continues_one_by_one = of.continues_one_by_one(model)
         #: Whether the model can be handed a cache.
         self.takes_cache = of.takes_cache(model)
         # Tokens up to which positions do not depend on the length; None: they never do.
@@ -121,8 +123,11 @@ class Calls:
             return None, f"{depends.training} is in training mode"
         if any(of.setting(name, model, kwargs) for name in ("output_attentions", "output_hidden_states")):
             return None, "what layers give for tokens of the prompt is asked for"
-        if of.attends_ahead(model):
+        masks_may_miss = self._adds_to_missing_masks and model.config._attn_implementation != "eager"
+        if masks_may_miss or of.attends_ahead(model):
             return None, "tokens of a prompt attend to those behind them"
+        if self._continues_one_by_one:
+            return None, "the model computes one token at a time behind those that are cached"
         if self._forgets_unmasked:
             return None, "what the cache lets go of is not masked"
         if not of.prefills_as_usual(model):

@@ -222,6 +222,24 @@ def forgets_unmasked(model: Any) -> bool:
     return made == ["causal"] and any(getattr(layer, "is_sliding", False) for layer in layers)
 
 
+def adds_to_missing_masks(model: Any) -> bool:
+    """Whether attention adds to a mask that the model leaves out where it says nothing but that tokens are causal (Doge
+    in Transformers 5.17): tokens of a prompt without padding then attend to those behind them."""
+    for kind in {type(module) for module in model.modules()}:
+        if hasattr(kind, "prepare_dynamic_mask"):
+            try:
+                return "allow_is_causal_skip" not in inspect.getsource(sys.modules[kind.__module__])
+            except (OSError, KeyError):
+                return True  # nobody knows
+    return False
+
+
+def continues_one_by_one(model: Any) -> bool:
+    """Whether only one token at a time can follow what a cache holds: models that predict several tokens ahead
+    (ProphetNet)."""
+    return any("ngram_embeddings" in module._modules for module in model.modules())
+
+
 def _makes_masks(model: Any, kind: str) -> bool:
     """Whether a model's code has Transformers make masks of a kind."""
     code = {type(module).__module__ for module in model.modules()}

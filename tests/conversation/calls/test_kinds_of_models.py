@@ -242,6 +242,20 @@ def test_a_model_whose_ids_are_not_its_first_argument_generates_from_text_alone(
             assert store.reuse[0].why == "the model has a way of its own to generate"
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_model_that_adds_to_masks_that_may_miss_is_right(attention: str) -> None:
+    """In Transformers 5.17 the tokens of its prompts attend ahead, but for "eager"."""
+    model = made("doge", _attn_implementation=attention)
+    ahead = attention == "sdpa" and of.adds_to_missing_masks(model)
+    assert talk(model) == ([0, 0, 0] if ahead else [0, 35, 46])
+
+
+def test_a_model_that_continues_one_by_one_computes_whole_prompts() -> None:
+    model = made("prophetnet", is_decoder=True)
+    assert of.continues_one_by_one(model)
+    assert talk(model) == [0, 0, 0]
+
+
 def test_a_text_config_is_looked_at_behind_one_that_says_it_is_no_decoder() -> None:
     text = SimpleNamespace(use_bidirectional_attention=True)
     config = SimpleNamespace(is_decoder=False, get_text_config=lambda decoder: text)
