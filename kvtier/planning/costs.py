@@ -149,13 +149,19 @@ class CostModel:
     @property
     def learned(self) -> tuple[str, ...]:
         """The rates that steps have shown; the others are as they were given."""
+        few = self._few
         shown = {
-            "up": self._up.value,
-            "down": self._down.value,
-            "host": self._alone.value if self._alone.value is not None else self._overlapped.value,
-            "shared": self._lost.value,
+            "up": len(self._up) >= few,
+            "down": len(self._down) >= few,
+            "host": bool(len(self._alone) or len(self._overlapped)),
+            "shared": len(self._lost) >= few,
         }
-        return tuple(name for name, value in shown.items() if value is not None)
+        return tuple(name for name, is_shown in shown.items() if is_shown)
+
+    @property
+    def _few(self) -> int:
+        """Steps that have to show another rate: one that was measured is not given up for less."""
+        return OF_EACH if self.rates.measured else 1
 
     def step(
         self,
@@ -300,7 +306,7 @@ class CostModel:
                 says_nothing = rates.measured and abs(seconds - overhead - moved / known) <= UNSURE * overhead
                 median.add(known if says_nothing else moved / max(seconds - overhead, seconds * LEAST_MOVING))
                 assert median.value is not None
-                if len(median) >= OF_EACH or not rates.measured:  # what was measured is not given up for one step
+                if len(median) >= self._few:
                     changed[name] = median.value
         if alike and record.host_bytes and record.host_seconds > 0 and record.seconds > 0:
             changed |= self._host_rates(record, prediction, part)
@@ -442,8 +448,8 @@ class CostModel:
                 # Another host: what it did alone, and what it lost, is not known any more.
                 self._alone, self._known, self._lost = Median(), None, Median()
                 return {"host": now, "shared": self._shared}
-        lost, few = self._lost.value, self.rates.measured and len(self._lost) < OF_EACH
-        found = {} if lost is None or few else {"shared": lost}
+        lost = self._lost.value if len(self._lost) >= self._few else None
+        found = {} if lost is None else {"shared": lost}
         alone = self._rate_alone()
         host = self._overlapped.value if alone is None else alone
         assert host is not None
@@ -452,10 +458,10 @@ class CostModel:
     def _busy(self, record: StepRecord, prediction: Prediction, part: float) -> float:
         """The share of host attention during which the link was busy: longer or shorter than predicted in all layers
         alike."""
-        linear = (self.linear or 0.0) * part / prediction.layers
         slower = record.seconds_up * part / prediction.link
         if prediction.uneven:
             return min(prediction.busy * slower, 1.0)
+        linear = (self.linear or 0.0) * part / prediction.layers
         attended = [left / self.rates.host for _, left, _, _ in prediction.waits]
         busy = [
             count * min(max(on_link * slower - linear, 0.0), seconds)

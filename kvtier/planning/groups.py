@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 
@@ -27,14 +29,14 @@ class Groups(list[Group]):
         self.order = order
         self.layers = layers
 
-    @property
+    @functools.cached_property
     def gaps(self) -> list[int]:
-        """Of each layer, how many layers of the model come with it: itself, and those before it that are none of
-        these. Those behind the last one are not known."""
+        """Of each layer, how many layers of the model come with it: itself, and those since the one before that are
+        none of these. Of the first one only itself: layers before it may be on another device."""
         if self.layers is None:
             return [1] * len(self.order)
         indices = [x.layer for x in self.layers]
-        return [index - before for index, before in zip(indices, [-1, *indices], strict=False)]
+        return [1, *(index - before for before, index in itertools.pairwise(indices))]
 
 
 def alike(layers: Sequence[LayerState]) -> Groups:

@@ -43,22 +43,31 @@ def busy_parts(
             idle, and of device attention.
     """
     order, gaps = groups.order, groups.gaps
-    each = linear / sum(gaps)
+    each, overhead, shared = linear / sum(gaps), rates.host_overhead, rates.shared
     fetching = [place for place, i in enumerate(order) if on_link[i]]
     # Of each layer that fetches, the one whose fetch begins behind its attention.
     following = dict(zip(fetching, fetching[AT_A_TIME:] + fetching[:AT_A_TIME], strict=True))
-    arrival = [0.0] * len(order)
-    found, now, link = [0.0] * len(groups), 0.0, 0.0
-    for turn in range(2):
+    arrival, busy, idle = [0.0] * len(order), [0.0] * len(order), set[int]()
+    now = link = 0.0
+    for again in (False, True):
         for place, i in enumerate(order):
+            if link <= now:
+                if again and place in idle:
+                    break  # from here on the second step is the first one again
+                idle.add(place)
             ready = now + gaps[place] * each
-            now = max(ready, arrival[place]) + attended[i]
-            if alone[i]:
-                busy = min(max(link - ready, 0.0) / alone[i], 1.0)
-                now = max(now, ready + rates.host_overhead + alone[i] / (1 - rates.shared * busy))
-                if turn:
-                    found[i] += busy / groups[i][1]
-            if on_link[i]:
+            end = arrival[place]
+            now = (end if end > ready else ready) + attended[i]
+            seconds = alone[i]
+            if seconds:
+                part = busy[place] = min((link - ready) / seconds, 1.0) if link > ready else 0.0
+                end = ready + overhead + seconds / (1 - shared * part)
+                if end > now:
+                    now = end
+            if place in following:
                 other = following[place]
-                link = arrival[other] = max(now, link) + on_link[order[other]]
+                link = arrival[other] = (link if link > now else now) + on_link[order[other]]
+    found = [0.0] * len(groups)
+    for i, part in zip(order, busy, strict=True):
+        found[i] += part / groups[i][1]
     return found

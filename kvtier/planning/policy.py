@@ -25,6 +25,7 @@ from kvtier.planning.costs import CostModel, Decision, Prediction
 from kvtier.planning.rates import Rates
 from kvtier.planning.resuming.loading import LoadOrCompute
 from kvtier.planning.resuming.prefix import SavedPrefix
+from kvtier.planning.sizing import eviction_batch
 from kvtier.planning.step import LayerPlan, LayerState, StepPlan, StepRecord, StepState, whole
 
 T = TypeVar("T")
@@ -135,7 +136,8 @@ class Policy:
         keep = dict.fromkeys(map(id, state.layers), 0)
         if returning and free > 0:
             block = max(x.block_bytes for x in returning)
-            keep.update({id(x): n for x, n in fill([(x, x.resident, x.spilled) for x in returning], free // block)})
+            blocks = free // block if fetched or self.headroom else coming_back(free, state.device_bytes, block)
+            keep.update({id(x): n for x, n in fill([(x, x.resident, x.spilled) for x in returning], blocks)})
         return StepPlan(
             [LayerPlan(keep[id(x)] if x.host_attention else x.spilled, self.ahead, keep[id(x)]) for x in state.layers],
             reserve,
@@ -223,6 +225,12 @@ class Policy:
                 found.append(Victims(x, n))
                 blocks -= n
         return found
+
+
+def coming_back(free_bytes: int, device_bytes: int, block_bytes: int) -> int:
+    """Blocks that may come back into room that is free: none into what one eviction has freed for new blocks."""
+    blocks = free_bytes // block_bytes
+    return blocks if blocks >= eviction_batch(device_bytes // block_bytes) else 0
 
 
 def level(amounts: Sequence[tuple[T, int]], total: int) -> list[tuple[T, int]]:

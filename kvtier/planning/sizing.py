@@ -23,6 +23,9 @@ ROUNDING_SHARE = 7
 #: A fetch in more runs than this, of fewer blocks each on average, finds what is free scattered.
 SCATTERED_RUNS, SHORT_RUN = 8, 16
 
+#: A device gives up this part of its slots together, at the most, so that free slots are neighbours.
+EVICTION_SHARE, EVICTION_BATCH = 256, 16
+
 
 def slab_slots(budget: int, slot_bytes: int, held: int, needed: int = 1) -> int:
     """Slots of the next slab: few against what is held already, but enough for `needed`.
@@ -67,6 +70,11 @@ def in_whole_segments(slots: int, slot_bytes: int, held: int, free: int) -> int:
 def scattered(runs: int, blocks: int) -> bool:
     """Whether blocks fetched in so many runs are worth to be brought into order: a copy costs some microseconds."""
     return runs > SCATTERED_RUNS and blocks < SHORT_RUN * runs
+
+
+def eviction_batch(slots: int) -> int:
+    """Slots that a device of so many frees together, where fewer are wanted."""
+    return max(min(EVICTION_BATCH, slots // EVICTION_SHARE), 1)
 
 
 def stream_blocks(budget: int, block_bytes: int, batch: int, *, device: bool) -> int:

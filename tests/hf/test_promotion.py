@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from kvtier import TieredKVCache
+from kvtier.planning.policies.shares import FixedShare
+from kvtier.planning.sizing import eviction_batch
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
 
@@ -57,4 +59,17 @@ def test_while_the_host_attends_nothing_comes_back_that_has_to_leave_again() -> 
     for n in range(60):
         step(cache, 1, n)
     assert cache.stats.host_attended > 0
+    assert cache.stats.bytes_up == 0
+
+
+def test_what_an_eviction_frees_besides_is_not_brought_back() -> None:
+    budget, freed = 3000 * BLOCK, eviction_batch(3000)
+    cache = TieredKVCache(
+        device_budget=budget, host_budget=10**7, block_size=BLOCK_SIZE, policy=FixedShare(0.0), host_attention=True
+    )
+    step(cache, 5000)
+    for n in range(40):
+        step(cache, 1, n)
+    assert freed > LAYERS, "one eviction frees no more than one new block of each layer takes"
+    assert cache.stats.evictions > 0
     assert cache.stats.bytes_up == 0

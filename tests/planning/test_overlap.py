@@ -78,6 +78,15 @@ def test_layers_of_the_model_that_are_none_of_these_take_their_time() -> None:
     assert behind_six == 0.0
 
 
+def test_layers_of_a_second_device_take_what_they_take_on_a_first() -> None:
+    found = []
+    for first in (0, 32):
+        layers = [LayerState(first + i, 2**20, 60, 0, (40, 20)[i % 2], 1, True) for i in range(32)]
+        found.append(CostModel(Rates(measured=True), linear=0.04).step(alike(layers), 0.4, part=0.5))
+    assert found[0].uneven
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("share", [0.25, 0.5, 0.65])
 @pytest.mark.parametrize("kept", KEPT)
 def test_the_room_that_a_larger_share_needs_is_known_before_it_is_taken(share: float, kept: tuple[float, ...]) -> None:

@@ -261,3 +261,14 @@ def test_one_step_does_not_refute_a_link_that_was_measured() -> None:
             record = StepRecord(1, 16, 0.1, predicted.fetched_bytes, seconds_up=2 * predicted.link)
             model.observe(record, predicted)
         assert model.rates.up == pytest.approx(known, rel=0.02)
+
+
+def test_what_one_eviction_frees_stays_free() -> None:
+    block = 2**20
+    layers = [LayerState(i, block, 1000, 0, 100, 1, True) for i in range(4)]
+    for share in (0.0, 0.125):
+        state = StepState(1, layers, 0, 4000 * block, StepRecord())
+        reserve = FixedShare(share).plan(state).reserve
+        for free, comes in ((14, 0), (15, 15)):
+            state.free_bytes = reserve + free * block
+            assert sum(x.keep for x in FixedShare(share).plan(state).layers) == comes

@@ -14,9 +14,6 @@ from kvtier.memory.tiers.tier import DeviceTier
 from kvtier.planning import sizing
 from kvtier.transfer.engine import Event
 
-#: A device gives up this part of its slots together, at the most, so that free slots are neighbours.
-EVICTION_SHARE, EVICTION_BATCH = 256, 16
-
 
 class Room:
     """What is free, may be allocated, can leave, or can be brought together. The caller of every method holds the
@@ -179,7 +176,7 @@ class Room:
         """Slots to free together where `count` are wanted: where there are many, so that they are neighbours."""
         assert self._tier.slabs is not None
         capacity = self._tier.slabs.budget.limit // pool.layout.nbytes
-        return max(1, min(count, capacity // sizing.RUN_SHARE), min(EVICTION_BATCH, capacity // EVICTION_SHARE))
+        return max(min(count, capacity // sizing.RUN_SHARE), sizing.eviction_batch(capacity))
 
     def _reclaim(self, nbytes: int, keep: BlockSet | None) -> bool:
         """Give slabs of the device back until `nbytes` of its budget are free; False if that many cannot be had."""

@@ -263,7 +263,7 @@ class ShareLearner:
         return self.step - self.chosen < SEEN + SETTLE
 
     def _has_faded(self, predict: _Predict) -> bool:
-        """Whether the choice promises less now than when it was made: it was made by other rates."""
+        """Whether the choice promises less now than when it was made: by other rates, or for a longer context."""
         promised = self.decisions[-1].prediction.seconds if self.decisions else 0.0
         return predict(self.choice).seconds > promised * (1 + HYSTERESIS)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from kvtier.config import parse_share
 from kvtier.planning.groups import Group, fetched_blocks
-from kvtier.planning.policy import WRITE_THROUGH, Policy, fill
+from kvtier.planning.policy import WRITE_THROUGH, Policy, coming_back, fill
 from kvtier.planning.step import LayerPlan, LayerState, StepPlan, StepState
 
 #: Layers whose fetched blocks there is room for at a time: one is read, one arrives.
@@ -32,7 +32,7 @@ class FixedShare(Policy):
         ConfigError: `share` is no share in [0, 1]; or as of `Policy`.
     """
 
-    # A larger share needed more room, which is used again; what one eviction frees for the next blocks is far less.
+    # A larger share needed more room: all of it is used again.
     headroom = 0.0
 
     def __init__(self, share: float, *, write_through: float = WRITE_THROUGH) -> None:
@@ -54,8 +54,9 @@ class FixedShare(Policy):
         spare = state.free_bytes - reserve + sum([x.fetched * x.block_bytes for x in state.layers])
         keep = [0] * len(fetch)
         block = max(x.block_bytes for x in state.layers)
-        if spare >= block:
-            for i, n in fill([(i, x.resident, x.spilled) for i, x in enumerate(state.layers)], spare // block):
+        blocks = coming_back(spare, state.device_bytes, block) if spare >= block else 0
+        if blocks:
+            for i, n in fill([(i, x.resident, x.spilled) for i, x in enumerate(state.layers)], blocks):
                 # A first token waits for nothing that only comes back: see `Policy.plan`.
                 more = -(-state.layers[i].spilled // RETURN) if state.last is not None else 0
                 keep[i] = min(n, max(fetch[i], more))
