@@ -107,7 +107,7 @@ class Forward(AppendingForward):
         """An error came up where a layer is read: a forward that ends with it did not finish."""
         index, steps = reader.layer.index, self.steps
         reader.repeat = None  # which does not tell of a call that succeeds
-        if index in steps.began and steps.inside(threading.get_ident()):
+        if (index in steps.began or index in steps.sometimes) and steps.inside(threading.get_ident()):
             steps.failed_at = index
 
     def densify(

@@ -97,7 +97,10 @@ class StepTracker:
         failed_at: the layer whose attention raised an error, or whose indexer lacks its tokens; None: none did, or it
             was repeated. Where no layer follows it, the forward did not finish, though all layers have its tokens.
         ordered: whether layers are updated in the order of their numbers.
-        sometimes: layers that some forwards update, in that order, and others do not (cross-attention).
+        sometimes: layers that a forward updates, in that order, where it is given an image, and passes over where it
+            is not (cross-attention).
+        given_image: whether the forward that updates a layer now is given an image, as far as its caller shows it.
+        with_image: whether the forward under way, or the last one, is known to be given one.
         even: whether the layers should hold equally many tokens.
         compare: whether something other than a single token for each layer may have changed lengths, since they were
             compared.
@@ -115,6 +118,8 @@ class StepTracker:
         self._lengths = lengths
         self.even = self.ordered = True
         self.sometimes: frozenset[int] = frozenset()
+        self.given_image: Callable[[], bool] = lambda: False
+        self.with_image = False
         self.expected: frozenset[Part] | None = expected
         self.began: dict[Part, int] = {}
         self.ended_at: Part | None = None
@@ -136,9 +141,21 @@ class StepTracker:
     @property
     def complete(self) -> bool:
         """Whether no step is known to be unfinished. `settle` first."""
-        if self._torn or (self.failed_at is not None and self._last() == self.failed_at):
+        if self._torn or self._ended_at_failure():
             return False
-        return not self.began or self.expected is None or self.began.keys() >= self.expected or self._reached_end()
+        return not self.began or self.expected is None or self.began.keys() >= self._due() or self._reached_end()
+
+    def _due(self) -> frozenset[Part]:
+        """What the step under way updates, as far as that is known."""
+        return (self.expected or frozenset()) | (self.sometimes if self.with_image else frozenset())
+
+    def _ended_at_failure(self) -> bool:
+        """Whether nothing was updated behind a layer whose attention raised an error."""
+        failed, last = self.failed_at, self._last()
+        if failed is None:
+            return False
+        # A forward without an image reads what a layer of cross-attention holds, and does not update it.
+        return last == failed or (failed in self.sometimes and isinstance(last, int) and last < failed)
 
     def _last(self) -> Part | None:
         """What was updated last."""
@@ -156,7 +173,7 @@ class StepTracker:
         """
         if not self.ordered:
             return False
-        missing = (self.expected or frozenset()) - self.began.keys()
+        missing = self._due() - self.began.keys()
         layers = [part for part in missing if isinstance(part, int)]
         updated = (part for part in self.began if isinstance(part, int))
         return len(layers) == len(missing) and max(updated, default=-1) > max(layers)
@@ -182,7 +199,7 @@ class StepTracker:
         first = layer if layer in self.sometimes else self._first.setdefault(int, layer)
         if begins:
             # Then the last step is complete, and teaches nothing.
-            whole = self.began.keys() == self.expected and self.failed_at is None
+            whole = self.began.keys() == self.expected and self.failed_at is None and not self.with_image
             if not whole:
                 self._check_complete()
             if layer != first:
@@ -199,6 +216,14 @@ class StepTracker:
         elif self.owner != me:
             raise self._refused(overlap=True)
         elif (
+            self.sometimes
+            and layer not in self.sometimes
+            and self.began.keys() <= self.sometimes
+            and not self.given_image()
+        ):
+            # Another forward than the one before, which ended among its first layers: this one passed those over.
+            raise self.interrupted()
+        elif (
             self.expected is not None
             and layer not in self.expected | self.sometimes
             and length == 0
@@ -208,6 +233,8 @@ class StepTracker:
                 f"Layer {layer} is new to a cache whose other layers hold {max(self.began.values())} tokens: the first "
                 "forward did not finish, or this is another model. `reset()` the cache."
             )
+        if self.sometimes and not self.with_image:
+            self.with_image = layer in self.sometimes or (begins and self.given_image())
         self.began[layer] = length
         return begins
 
@@ -260,9 +287,6 @@ class StepTracker:
     def undo(self, part: Part) -> None:
         """The update announced last did not happen."""
         self.began.pop(part, None)
-        last = self._last()
-        if part in self.sometimes and isinstance(last, int):  # without it, the step would seem whole
-            self.failed_at = last
 
     def tear(self) -> None:
         """An update failed half-way and cannot be undone: nothing but `reset` is possible."""
@@ -283,7 +307,7 @@ class StepTracker:
 
     def _begin(self, owner: int) -> None:
         self.ended_at = self._last()
-        self.began, self.failed_at = {}, None
+        self.began, self.failed_at, self.with_image = {}, None, False
         self.count += 1
         if self.owner != owner:
             self.owner = owner
@@ -332,7 +356,7 @@ class StepTracker:
         if self._ran_whole() and self.failed_at is None:
             self.even = len(self._lengths()) <= 1
         self._learn()
-        self.began, self.failed_at = {}, None
+        self.began, self.failed_at, self.with_image = {}, None, False
 
     def _learn(self) -> None:
         if self.began and not self.began.keys() <= (self.expected or frozenset()):
@@ -356,7 +380,7 @@ class StepTracker:
         """Nothing is under way and nothing is broken."""
         if not self._owned_by_another():
             self._first = {}  # else a forward of that thread may go on, and must be noticed
-        self.began, self.failed_at = {}, None
+        self.began, self.failed_at, self.with_image = {}, None, False
         self.count += 1  # a mask that was made before does not fit what comes
         self.pending = None
         self._torn = self._mixed = False
@@ -380,9 +404,8 @@ class StepTracker:
                 "brings, cannot undo their part of it. "
                 "`reset()` the cache."
             )
-        assert self.expected is not None
         return InterruptedStepError(
-            f"The last forward updated {len(self.began)} of {len(self.expected)} layers and did not finish. `crop(0)` "
+            f"The last forward updated {len(self.began)} of {len(self._due())} layers and did not finish. `crop(0)` "
             "drops it and keeps what was there before; `reset()` empties the cache."
         )
 

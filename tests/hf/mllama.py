@@ -29,6 +29,9 @@ def mllama(cross_attention: tuple[int, ...] = (1, 2)) -> PreTrainedModel:
     torch.manual_seed(0)
     model = transformers.MllamaForConditionalGeneration(config).float().eval()
     _draw_wide_weights(model, 1)
+    for name, gate in model.named_parameters():
+        if name.endswith(("cross_attn_attn_gate", "cross_attn_mlp_gate")):
+            torch.nn.init.ones_(gate)  # at 0, which they begin with, no image has any effect
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
     return model
 

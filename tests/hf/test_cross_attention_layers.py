@@ -12,7 +12,22 @@ from mllama import an_image, mllama
 from placements import assert_same_as_dynamic_cache
 from transformers import Cache, PreTrainedModel
 
-from kvtier import BudgetError, TieredKVCache
+from kvtier import BudgetError, InterruptedStepError, TieredKVCache, TransferError
+from kvtier.forward.forward import dispatch
+
+
+def fails(*_: Any, **__: Any) -> Any:
+    """In the middle of a forward."""
+    raise TransferError("a copy failed")
+
+
+def test_an_image_has_an_effect() -> None:
+    """Else nothing here would notice that the wrong one is attended to."""
+    other = an_image() | {"pixel_values": an_image()["pixel_values"] + 1.0}
+    with torch.no_grad():
+        for layers in ((1, 2), (0, 2), (3,)):
+            one, two = (mllama(layers)(**given).logits[:, -1] for given in (an_image(), other))
+            assert float((one - two).abs().max()) > 0.1
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True, "num_return_sequences": 3}], ids=str)
@@ -103,7 +118,67 @@ def test_an_image_without_room_in_the_last_layer_leaves_nothing() -> None:
     cache._forward.append = refused  # type: ignore[method-assign]
     with pytest.raises(BudgetError):
         model(**an_image(), past_key_values=cache)
+    assert cache.get_seq_length() == 0
+    given = torch.zeros(1, 2, 3, 12)
+    for layer in range(3):
+        cache.update(given, given, layer)
+    with pytest.raises(BudgetError):  # of a caller that shows no image
+        cache.update(given, given, 3)
     cache._forward.append = append  # type: ignore[method-assign]
     assert cache.get_seq_length() == 0
     again, right = (model(**an_image(), past_key_values=x).logits for x in (cache, None))
     assert torch.allclose(again, right, atol=1e-4)
+
+
+@pytest.mark.parametrize("text", [0, 9])
+@pytest.mark.parametrize(
+    ("layers", "stop"), [((3,), 3), ((2, 3), 2), ((2, 3), 3), ((1, 2), 2), ((0,), 1), ((0, 2), 1), ((0, 1), 2)], ids=str
+)
+def test_a_forward_with_an_image_that_ends_anywhere_is_not_gone_on_with(
+    layers: tuple[int, ...], stop: int, text: int
+) -> None:
+    """Neither by the same one nor by one without an image, which passes over the layers that hold it."""
+    model = mllama(layers)
+    cache, right = (TieredKVCache(model.config, block_size=4) for _ in range(2))
+    # The mask is of all tokens, as `generate` gives it: the oldest Transformers looks its own up in it.
+    mask = torch.ones(1, 64, 1, 1, dtype=torch.long)
+    image = an_image() | {"position_ids": torch.arange(text, text + 13)[None], "cross_attention_mask": mask}
+    one: dict[str, Any] = {"input_ids": torch.tensor([[30]]), "position_ids": torch.tensor([[text]])}
+    with torch.no_grad():
+        for each in (cache, right):
+            if text:
+                model(input_ids=prompt_ids(rows=1, length=text), past_key_values=each)
+        with model.model.language_model.layers[stop].register_forward_pre_hook(fails), pytest.raises(TransferError):
+            model(**image, past_key_values=cache)
+        for given in (one, image):
+            with pytest.raises(InterruptedStepError, match=r"of 4 layers .* `crop\(0\)`"):
+                model(**given, past_key_values=cache)
+        with pytest.raises(InterruptedStepError):
+            copy.copy(cache)
+        cache.crop(0)
+        assert [x.get_seq_length() for x in cache.layers] == [x.get_seq_length() for x in right.layers]
+        for given in (image, one | {"position_ids": torch.tensor([[text + 13]])}):
+            found, wanted = (model(**given, past_key_values=each).logits for each in (cache, right))
+            assert torch.allclose(found, wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize("layers", [(2, 3), (3,)], ids=str)
+def test_an_image_that_cannot_be_read_in_the_last_layer_leaves_an_unfinished_forward(
+    layers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A forward without an image updates no layer there that it would lack."""
+    model = mllama(layers)
+    cache = TieredKVCache(model.config, block_size=4)
+    attend = dispatch.attend
+    with torch.no_grad():
+        model(**an_image(), past_key_values=cache)
+        with monkeypatch.context() as patch:
+            patch.setattr(dispatch, "attend", lambda r, *a, **k: (fails if r.layer.index == 3 else attend)(r, *a, **k))
+            with pytest.raises(TransferError):
+                model(input_ids=torch.tensor([[30]]), past_key_values=cache)
+        with pytest.raises(InterruptedStepError, match="did not finish"):
+            model(input_ids=torch.tensor([[30]]), past_key_values=cache)
+        cache.crop(0)
+        assert cache.get_seq_length() == 13
+        model(input_ids=torch.tensor([[30]]), past_key_values=cache)
+        assert cache.get_seq_length() == 14

@@ -29,7 +29,7 @@ from kvtier.hf.cache.recurrent import RecurrentFace, RecurrentStates
 from kvtier.hf.cache.report import explanation, residency, summary
 from kvtier.hf.cache.resident import ResidentLayers, check_rows, croppable, resident_bytes, warn_if_none_is_tiered
 from kvtier.hf.cache.rows import row_indices, whole_number
-from kvtier.hf.callers.caller import Caller
+from kvtier.hf.callers.caller import Caller, given_image
 from kvtier.hf.callers.histories import check_longer, common_prefix
 from kvtier.hf.callers.threads import check_alone
 from kvtier.hf.models.layers import (
@@ -159,7 +159,7 @@ class TieredKVCache(RecurrentFace, metaclass=NeverGiven):
         )
         steps = self._forward.steps
         steps.inside = self._caller.places.in_forward
-        steps.ordered, steps.sometimes = not looped(self._config), sometimes
+        steps.ordered, steps.sometimes, steps.given_image = not looped(self._config), sometimes, given_image
         self._caller.check_alone = partial(check_alone, self._caller.places, steps)
         for i in tiered:
             layers[i] = TieredLayer(self._forward, i, self._caller)

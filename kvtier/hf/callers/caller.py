@@ -17,6 +17,8 @@ from kvtier.memory.storage.layout import BlockLayout
 
 #: Callers of `update` that are looked at in search of the module that called it.
 _MOST_FRAMES = 32
+#: What forwards of layers call the image that they are given.
+_IMAGE = "cross_attention_states"
 #: The folder of kvtier's own modules.
 _OURS = os.path.join(Path(os.path.abspath(__file__)).parents[2], "")
 
@@ -164,3 +166,16 @@ def _caller(frame: FrameType | None) -> tuple[PretrainedConfig | None, bool]:
                     return config, bool(local.get("is_cross_attention"))
         frame = frame.f_back
     return None, False
+
+
+def given_image() -> bool:
+    """Whether the forward that updates a layer now is given what layers of cross-attention attend to (Mllama). The
+    decoder hands it to each of its layers, and only some of them read it. False where no caller shows it."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_MOST_FRAMES):
+        if frame is None:
+            break
+        if _IMAGE in frame.f_code.co_varnames:
+            return frame.f_locals.get(_IMAGE) is not None
+        frame = frame.f_back
+    return False
