@@ -9,9 +9,10 @@ import time
 import urllib.parse
 
 from kvtier.conversation.conversation import Conversation
+from kvtier.conversation.given import check_name
 from kvtier.conversation.names import OtherSaltError
 from kvtier.conversation.store import ConversationStore
-from kvtier.errors import ClosedError, KVTierError
+from kvtier.errors import ClosedError, ConfigError, KVTierError
 from kvtier.serving.http.requests.refusals import Refusal
 
 _LOG = logging.getLogger("kvtier.serving")
@@ -52,20 +53,20 @@ class Sessions:
         """The conversation of a session.
 
         Raises:
+            ConfigError: no conversation can have its name.
             Refusal: what is saved of it cannot be read, or not changed, now.
         """
+        # One name each, whatever characters a tenant's has.
+        name = f"{SESSIONS}{urllib.parse.quote(tenant, safe=' ')}/{session}"
+        check_name(name)
         try:
-            return self._opened(tenant, session, salt)
-        except ClosedError:
-            raise
-        except (KVTierError, OSError) as error:  # which says where the folder is
+            return self._opened(name, salt)
+        except (ConfigError, OSError) as error:  # of the disk, which says where the folder is
             _LOG.error("A session cannot be opened.", exc_info=error)
             text = "What the server keeps of this session cannot be read now: try again later."
             raise Refusal(503, text, code="session_unavailable", retry_after=_RETRY) from error
 
-    def _opened(self, tenant: str, session: str, salt: str | None) -> Conversation:
-        # One name each, whatever characters a tenant's has.
-        name = f"{SESSIONS}{urllib.parse.quote(tenant, safe=' ')}/{session}"
+    def _opened(self, name: str, salt: str | None) -> Conversation:
         try:
             chat = self._store.open(name, salt=salt)
         except OtherSaltError:  # what was saved under the other one is not found any more: it begins from nothing

@@ -7,8 +7,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import openai
+import pytest
 from servers import NAME, Running, Start
 from test_server_faults import PROMPT, held, until
+
+from kvtier import ConfigError, MismatchError
 
 
 def ask(running: Running, session: str | None, prompt: str = PROMPT, **options: Any) -> str:
@@ -72,3 +76,22 @@ def test_a_session_whose_request_is_cancelled_ends_too(start: Start) -> None:
         assert until(lambda: not running.server.manager._sessions._running)
         passes(150.0)
         assert running.server.manager._store.names == []
+
+
+def test_only_what_a_disk_raises_lets_a_client_try_again(
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: object, **__: object) -> Any:
+        raise MismatchError("/home/somebody")
+
+    with start() as running:
+        manager = running.server.manager
+        with pytest.raises(ConfigError, match="characters"):  # a name that no conversation can ever have
+            manager._adder.submit(manager._sessions.open, "é" * 20_000, "a", None).result(120)
+        with monkeypatch.context() as patch:
+            patch.setattr(manager._store, "open", fails)
+            with pytest.raises(openai.InternalServerError, match="MismatchError: the log") as refused:
+                ask(running, "alice")
+        assert (refused.value.status_code, refused.value.code) == (500, "generation_failed")
+        assert "somebody" in caplog.text
+        assert ask(running, "alice")

@@ -94,6 +94,8 @@ def refusal_of(error: BaseException, retry_after: int = 1) -> Refusal:
     """How an error is said that a request which was taken ends with. What is no fault of the request's is logged, with
     where it was raised: what it says may be of files, or of others' requests, and its client hears the kind of it.
 
+    A `BudgetError` is of the request's own size even then: the engine preempts all others before it gives one up.
+
     Args:
         retry_after: seconds until a full queue may have room.
     """
