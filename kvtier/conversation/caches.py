@@ -100,6 +100,11 @@ class Caches:
         with self.new() as cache:
             return copied(cache.layers)
 
+    @property
+    def has_states(self) -> bool:
+        """Whether there are, in some form, layers of which states are copied."""
+        return any(self._stateful)
+
     def stateful(self, key: Hashable) -> bool:
         """Whether there are such layers."""
         return self._stateful[_is_whole(key)]

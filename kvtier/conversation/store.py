@@ -140,7 +140,9 @@ class ConversationStore:
         if directory is None and disk_budget is not None:
             raise ConfigError("disk_budget is given without a directory.")
         limit = None if disk_budget is None else parse_bytes("disk_budget", disk_budget)
-        disk = None if directory is None else Disk(directory, limit, fingerprint(model), prefix())
+        disk = (
+            None if directory is None else Disk(directory, limit, fingerprint(model), prefix(), self.caches.has_states)
+        )
         try:
             self._begin(disk, loading, states)
         except BaseException:
@@ -227,8 +229,10 @@ class ConversationStore:
         """As `flush`. The names of conversations that could not be saved."""
         if self._disk_tier is None:
             return []
-        lost = self.conversations.save_all()
-        self._disk_tier.flush()
+        try:
+            self._disk_tier.flush()  # first: what is saved then has the ranks that are noted
+        finally:
+            lost = self.conversations.save_all()
         return lost
 
     # Conversations

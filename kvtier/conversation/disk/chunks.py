@@ -114,18 +114,27 @@ class Chunks:
         for tips, _ in self.tips(sequences):
             yield {x.number for tip in tips for x in tip.chain()}
 
-    def tips(self, sequences: Sequence[tuple[object, bytes]]) -> Iterator[tuple[tuple[Chunk, ...], int]]:
+    def tips(
+        self, sequences: Sequence[tuple[object, bytes]], others: Collection[int] = (), *, stateful: bool = False
+    ) -> Iterator[tuple[tuple[Chunk, ...], int]]:
         """For each of some sequences: the last chunks that its tokens are in, none in the chain of another one; and how
-        many of its tokens are there under one key, at the most."""
+        many of its tokens are held under one key, at the most.
+
+        Args:
+            others: numbers of chunks that hold none, for nobody here looks for them.
+            stateful: only what ends with a chunk is held, for the states are at its end.
+        """
         ends = [end_of(salt) for salt, _ in sequences]
         keys = self._keys(ends)
         for end, (_, ids) in zip(ends, sequences, strict=True):
             tips, seen, most = list[Chunk](), set[int](), 0
             for key in keys.get(end, ()):
                 length, longest = self._index.find(key, ids)
-                most = max(most, length)
+                whole = self.ends(key, ids)  # the longest first
+                if longest is not None and longest.number not in others:  # as all under this key
+                    most = max(most, max((x.stop for x in whole), default=0) if stateful else length)
                 found = [] if longest is None else [x for x in longest.chain() if x.start < length][:1]
-                for tip in found + self.ends(key, ids):  # the longest first
+                for tip in found + whole:
                     if tip.number not in seen:
                         tips.append(tip)
                         seen.update(x.number for x in tip.chain())

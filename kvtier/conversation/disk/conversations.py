@@ -22,15 +22,16 @@ _SAVE_CONVERSATION = (
     "IS NOT (excluded.ranked, excluded.mark, excluded.state, excluded.digest)"
 )
 #: Of a rank that the state tells. Folders of before have no other.
-_UNREAD = 1
+UNREAD = 1
 
 
 class Noted(Protocol):
     """See `order.Tips`."""
 
     @property
-    def said(self) -> str | None:
-        """The rank, and where the history ends; None: the row is not of it."""
+    def said(self) -> str | int | None:
+        """The rank, and where the history ends; `UNREAD`: the next opening reads what the conversation is; None: the
+        row is not of it."""
 
 
 class _Read(NamedTuple):
@@ -169,7 +170,7 @@ class ConversationRows:
                 for table in ("conversations", "pieces"):
                     self._db.execute(f"DELETE FROM {table} WHERE name = ?", (packed,))
                 if left is not None:
-                    self._write(packed, left, 0 if ranked == 0 else _UNREAD, {})
+                    self._write(packed, left, 0 if ranked == 0 else UNREAD, {})
                 return left
         return None
 
@@ -220,7 +221,7 @@ class ConversationRows:
             self._db.execute("DELETE FROM conversations WHERE rowid = ?", (number,))
             if left is not None:
                 self._db.execute("DELETE FROM pieces WHERE name = ?", (name,))
-                self._write(name, left, 0 if ranked == 0 else _UNREAD, {})
+                self._write(name, left, 0 if ranked == 0 else UNREAD, {})
         self._db.execute("DELETE FROM pieces WHERE name NOT IN (SELECT name FROM conversations)")
         self._db.execute("DELETE FROM aside")
 

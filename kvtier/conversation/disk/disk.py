@@ -30,7 +30,7 @@ from kvtier.conversation.disk.files.straight import Blocks
 from kvtier.conversation.disk.manifest import Manifest
 from kvtier.conversation.disk.order import Order
 from kvtier.conversation.disk.pieces import Written
-from kvtier.conversation.disk.ranked import Ranked
+from kvtier.conversation.disk.ranked import noting
 from kvtier.conversation.disk.reading import ChainReader, DamagedChunk, Part, reaching
 from kvtier.conversation.disk.recovery import Recovery
 from kvtier.conversation.disk.room import FAILURES, Room
@@ -51,6 +51,7 @@ class Disk:
         fingerprint: of the model, see `hf.models.identity.fingerprint`. Sequences of another one are refused.
         prefix: of the keys that are looked for. What is under others stays for processes that look for it, and goes
             first where room is needed, pinned or not.
+        stateful: see `Order`.
 
     Attributes:
         room: what it takes, and its budget.
@@ -65,7 +66,12 @@ class Disk:
     clock = staticmethod(time.time)
 
     def __init__(
-        self, directory: str | Path, budget: int | None, fingerprint: Mapping[str, str], prefix: str = ""
+        self,
+        directory: str | Path,
+        budget: int | None,
+        fingerprint: Mapping[str, str],
+        prefix: str = "",
+        stateful: bool = False,
     ) -> None:
         #: Files and rows that were not what was written, and what kept a sequence from being saved or loaded last.
         self.damaged, self.problem = 0, ""
@@ -74,7 +80,7 @@ class Disk:
         # Taken before that one, by whoever writes a file. Nobody who looks for something waits for a file.
         self._writing = threading.Lock()
         self._chunks = Chunks()
-        self._order = Order(self._chunks)
+        self._order = Order(self._chunks, stateful)
         self.others = dict[str, int]()
         # Conversations that are not, or perhaps not, removed from the manifest yet.
         self._forgotten = set[str]()
@@ -279,14 +285,9 @@ class Disk:
         """Let conversations have the ranks that they were saved with, as `names` told them. What they are is not read.
         Returns the names of those whose row tells too little: it is of a folder of before, is damaged, or refers to
         what is not there. Who reads them ranks them, and calls `note_ranks`."""
-        unread = []
         with self._lock:
-            for name, said in names.items():
-                ranked = Ranked.of(said, self._chunks) if said else None
-                if ranked is not None:
-                    self._order.put(name, ranked)
-                elif said != "":
-                    unread.append(name)
+            unread, later = self._order.read(names, self.clock())
+            self.note_ranks(later)
         return unread
 
     def note_ranks(self, names: Sequence[str]) -> None:
@@ -294,10 +295,8 @@ class Disk:
         with self._lock, self._telling("ranks are read again when the folder is opened", lesser=True):
             found = {name: self._order.get(name) for name in names}
             if found and not self._folder.left_alone:
-                self._conversations.rank({n: "" if x is None else x.said(x.tips) for n, x in found.items()})
-                for ranked in found.values():
-                    if ranked is not None:
-                        ranked.noted = True
+                with noting(found.values()):
+                    self._conversations.rank({n: "" if x is None else x.said(x.tips) for n, x in found.items()})
 
     def expire(self) -> int:
         """Remove what has not been used for its time to live, but for what others continue. Returns the chunks."""
@@ -346,10 +345,9 @@ class Disk:
                 self.problem = why
                 return False
             ranked = self._order.get(name)
-            self._conversations.save(name, state, "" if ranked is None else ranked.said(ranked.tips), written)
+            with noting([ranked]):
+                self._conversations.save(name, state, "" if ranked is None else ranked.said(ranked.tips), written)
             is_saved = True
-            if ranked is not None:
-                ranked.noted = True
             self._forgotten.discard(name)
             if self._is_settled():
                 self.problem = self.room.give_way(self.clock) or self.problem

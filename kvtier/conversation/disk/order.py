@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import NamedTuple, Protocol, TypeVar
 
 from kvtier.conversation.disk.chunks import Chunk, Chunks
+from kvtier.conversation.disk.conversations import UNREAD
 from kvtier.conversation.disk.keys import end_of
 from kvtier.conversation.disk.ranked import EXPIRED, OTHERS, PINNED, Ranked
 from kvtier.conversation.index import WIDTH
@@ -19,12 +20,13 @@ class Tips(NamedTuple):
     Attributes:
         tips: see `Ranked`.
         waits: whether more of its history is to be saved.
-        said: what its row says then; None: its row is of another history, or has another rank.
+        said: what its row says then, see `ConversationRows.note`; None: its row is of another history, or has another
+            rank.
     """
 
     tips: tuple[Chunk, ...]
     waits: bool
-    said: str | None
+    said: str | int | None
 
 
 class Ordered(Protocol):
@@ -67,14 +69,17 @@ class Order:
 
     Args:
         chunks: of the folder.
+        stateful: whether what is saved is continued at ends of chunks only, where the states are. A history that is
+            part of a longer one is not all saved then: its own end is to come, though it may have no tokens of its own.
 
     Attributes:
         others: numbers of chunks that nobody here looks for, those that are gone included: they are the first to go.
     """
 
-    def __init__(self, chunks: Chunks) -> None:
+    def __init__(self, chunks: Chunks, stateful: bool = False) -> None:
         self.others = set[int]()
         self._chunks = chunks
+        self._stateful = stateful
         self._ranked: dict[str, Ranked] = {}
         # Salt and ids of histories of which more is to be saved.
         self._waiting: dict[str, tuple[object, bytes]] = {}
@@ -91,8 +96,24 @@ class Order:
         return self._ranked.get(name)
 
     def put(self, name: str, ranked: Ranked) -> None:
-        """A conversation has the rank, and the tips, that its row says."""
+        """A conversation has this rank, and these tips."""
         self._ranked[name] = ranked
+
+    def read(self, rows: Mapping[str, str | None], now: float) -> tuple[list[str], list[str]]:
+        """Conversations have the ranks, and the tips, that their rows say, see `ConversationRows.names`. Returns those
+        whose row tells too little; and those that went on later than now, for the clock was set back. These count from
+        now on: noted like that, their time to live does not begin with each opening."""
+        unread, later = list[str](), list[str]()
+        for name, said in rows.items():
+            ranked = Ranked.of(said, self._chunks) if said else None
+            if ranked is not None:
+                if ranked.used > now:
+                    ranked.used = now
+                    later.append(name)
+                self.put(name, ranked)
+            elif said != "":
+                unread.append(name)
+        return unread, later
 
     def rank(self, name: str, salt: object, ids: bytes, rank: Rank, used: float, *, waits: bool) -> None:
         """A conversation has this history and this rank now. Where its history ends is looked for.
@@ -103,11 +124,12 @@ class Order:
         if rank == DEFAULT:
             self.forget(name)
             return
-        [(tips, length)] = self._chunks.tips([(salt, ids)])
-        self._ranked[name] = Ranked(rank, used, tips)
-        if (waits or name in self._waiting) and length * WIDTH < len(ids):
-            self._waiting[name] = salt, ids
+        [(tips, is_whole)] = self._ends([(salt, ids)], self._chunks)
+        if (waits or name in self._waiting) and not is_whole:
+            # In one line: an interrupt between the two would leave a history of which nobody waits for the rest.
+            self._ranked[name], self._waiting[name] = Ranked(rank, used, tips), (salt, ids)
         else:
+            self._ranked[name] = Ranked(rank, used, tips)
             self._waiting.pop(name, None)
 
     def forget(self, name: str) -> None:
@@ -128,11 +150,18 @@ class Order:
 
     def _found(self, names: Sequence[str], chunks: Chunks) -> dict[str, Tips]:
         """What the tips are of conversations that wait, among some chunks."""
-        found = chunks.tips([self._waiting[name] for name in names])
-        return {
-            name: self._tips(name, tips, length * WIDTH < len(self._waiting[name][1]))
-            for name, (tips, length) in zip(names, found, strict=True)
-        }
+        found = self._ends([self._waiting[name] for name in names], chunks)
+        return {name: self._tips(name, tips, not is_whole) for name, (tips, is_whole) in zip(names, found, strict=True)}
+
+    def _ends(
+        self, histories: Sequence[tuple[object, bytes]], chunks: Chunks
+    ) -> Iterator[tuple[tuple[Chunk, ...], bool]]:
+        """For each of some histories, given as its salt and its ids: the tips among some chunks, and whether all of it
+        is saved. Nothing is looked at for none: each chunk that is saved asks, and there may be many keys."""
+        if histories:
+            found = chunks.tips(histories, self.others, stateful=self._stateful)
+            for (_, ids), (tips, length) in zip(histories, found, strict=True):
+                yield tips, length * WIDTH >= len(ids)
 
     def without(self, gone: Collection[Chunk]) -> dict[str, Tips]:
         """What the tips are of conversations some of whose tips go: of a chain what is left of it."""
@@ -152,7 +181,8 @@ class Order:
 
     def _tips(self, name: str, tips: tuple[Chunk, ...], waits: bool) -> Tips:
         ranked = self._ranked[name]
-        return Tips(tips, waits, ranked.said(tips) if ranked.noted else None)
+        said = None if ranked.noted is False else UNREAD if ranked.noted is None else ranked.said(tips)
+        return Tips(tips, waits, said)
 
     def move(self, moved: Mapping[str, Tips]) -> None:
         """What the rows say by now of tips is so."""

@@ -3,9 +3,10 @@ a history to know which chunks are its own."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvtier.conversation.disk.chunks import Chunk, Chunks
@@ -24,13 +25,14 @@ class Ranked:
         used: when it went on last, seconds of a clock that may be set back.
         tips: the last chunks of what is saved of its history: all that they continue is its own, too. It has one, or
             one for each key of its salt and each copy of states that is in no chain of another one.
-        noted: whether its row in the manifest has this rank, and is of this history.
+        noted: whether its row in the manifest has this rank, and is of this history; None: perhaps, for what noted it
+            was cut short.
     """
 
     rank: Rank
     used: float
     tips: tuple[Chunk, ...] = ()
-    noted: bool = False
+    noted: bool | None = False
 
     def level(self, now: float) -> float:
         """Where its chunks are in the order."""
@@ -78,3 +80,15 @@ def renumbered(said: str, now: Callable[[int, str], tuple[int, str]]) -> str:
     except (ValueError, TypeError, KeyError):
         return said
     return json.dumps(found | {"tips": list(tips)})
+
+
+@contextlib.contextmanager
+def noting(some: Collection[Ranked | None]) -> Iterator[None]:
+    """Around a transaction that notes ranks. One that is cut short, or fails, may have been done."""
+    for ranked in some:
+        if ranked is not None:
+            ranked.noted = None
+    yield
+    for ranked in some:
+        if ranked is not None:
+            ranked.noted = True
