@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import weakref
@@ -17,7 +18,7 @@ from kvtier.conversation.given import check_name
 from kvtier.conversation.index import packed
 from kvtier.conversation.kept.ranks import Ranks
 from kvtier.conversation.saved.soon import Soon
-from kvtier.errors import ClosedError, ConfigError
+from kvtier.errors import BudgetError, ClosedError, ConfigError
 from kvtier.forks import heed, inherited
 from kvtier.hf.models.identity import dependence
 from kvtier.memory.tiered import TieredMemory
@@ -60,7 +61,9 @@ class _Known(NamedTuple):
 class Conversations:
     """Which conversations a store has, and which of them are in memory. What is kept of one that goes on has its rank.
 
-    One that was saved has its rank on the disk from the opening on, and in memory from when it is read first.
+    One that was saved has its rank on the disk from the opening on, and in memory from when it is read first; where it
+    is pinned and what running calls were promised leaves no room for that, from the next time that somebody asks for it
+    or that it goes on.
 
     As long as somebody holds a conversation, whoever opens it gets the same object. Of one that nobody holds, what it
     says stays. When more than `MOST_IDLE` are like that, the one that was dropped first is put away: it is saved, and
@@ -87,7 +90,7 @@ class Conversations:
         self._disk = disk
         self._ranks = ranks
         self._known: dict[str, _Known | None] = {}  # None: it is saved, and not in memory
-        # Those with a rank of their own, or perhaps with one, that were not read since the folder was opened.
+        # Those with a rank of their own, or perhaps with one, that do not have it in memory yet.
         self._unread = set[str]()
         # Of these, those that the folder does not know the rank of.
         self._unranked: list[str] = []
@@ -156,7 +159,10 @@ class Conversations:
         """
         with self._memory.lock, self._memory.change:
             if name not in self._known or self._known[name] is not None:
-                return self._opened(name)
+                found = self._opened(name)
+                if found is not None and name in self._unread:
+                    self._rank_unread(found, self._computed_as, records.ranked_ids(found))
+                return found
         with self.lock:
             with self._memory.lock, self._memory.change:
                 if name not in self._known or self._known[name] is not None or self._disk is None:
@@ -165,15 +171,24 @@ class Conversations:
             state = self._disk.conversation(name, written)
             with self._memory.lock, self._memory.change:
                 if state is None:
-                    self._known.pop(name, None)  # it is damaged
-                    self._unread.discard(name)
+                    self._gone(name)
                     return None
-                chat = records.conversation_of(self._owner, name, state, written)
+                chat = self._add(records.conversation_of(self._owner, name, state, written))
                 if name in self._unread:
-                    self._ranks.follow(name, (self._computed_as, chat.salt), records.ranked_ids(chat), chat.rank)
-                self._add(chat)
-                self._unread.discard(name)
+                    self._rank_unread(chat, self._computed_as, records.ranked_ids(chat))
                 return chat
+
+    def _gone(self, name: str) -> None:
+        """Nothing of a conversation can be read: it is damaged."""
+        self._known.pop(name, None)
+        self._unread.discard(name)
+
+    def _rank_unread(self, chat: Conversation, computed_as: Hashable, ids: bytes) -> None:
+        """A conversation that was saved has its rank in memory. A pin takes nothing that running calls were promised,
+        as where a user sets it; but whoever only opens it hears of no error, and the next one tries again."""
+        with contextlib.suppress(BudgetError):
+            self._ranks.rank(chat.name, (computed_as, chat.salt), ids, chat.rank)
+            self._unread.discard(chat.name)
 
     def says(self, name: str) -> dict[str, Any]:
         """What a conversation says, its `ids` and `salt` among that; nothing, if there is none. One that is not in
@@ -233,7 +248,10 @@ class Conversations:
         ids = records.ranked_ids(chat)
         with self._memory.lock, self._memory.change:
             if not self._owner.closed and self.has(chat):
-                self._ranks.follow(chat.name, (computed_as, chat.salt), ids, chat.rank)
+                if chat.name in self._unread:  # its pin was refused, and no call was promised room for all of it
+                    self._rank_unread(chat, computed_as, ids)
+                else:
+                    self._ranks.follow(chat.name, (computed_as, chat.salt), ids, chat.rank)
 
     def rank(self, chat: Conversation) -> None:
         """A conversation has another rank. Raises BudgetError, see `Conversation.pinned`."""
@@ -244,14 +262,23 @@ class Conversations:
 
     def rank_saved(self) -> None:
         """Let conversations that were saved with a rank of their own have it on the disk, whose rows do not say enough:
-        they are read. In memory each has its rank from when it is read, see `find`."""
+        they are read, and none stays in memory. There each has its rank from when somebody asks for it, see `find`.
+
+        Raises:
+            ConfigError: one cannot be read now.
+        """
         if self._disk is not None and self._unranked:
+            read = list[str]()
             for name in self._unranked:
-                chat = self.find(name)
-                if chat is not None:
+                state = self._disk.conversation(name)
+                if state is None:
+                    with self._memory.lock, self._memory.change:
+                        self._gone(name)
+                else:
+                    chat = records.conversation_of(self._owner, name, state, Written())
                     self._disk.rank(name, chat.salt, records.ranked_ids(chat), chat.rank, chat.used)
-                    self.let_go()
-            self._disk.note_ranks(self._unranked)
+                    read.append(name)
+            self._disk.note_ranks(read)  # of the others the rows stay as they are: what a row says may be read later
             self._unranked = []
 
     @property

@@ -139,6 +139,32 @@ def test_what_caches_were_promised_cannot_be_pinned() -> None:
     memory.close()
 
 
+def test_a_saved_pin_takes_nothing_that_caches_were_promised(tmp_path: Path) -> None:
+    """Whoever opens the conversation hears of no error. It is pinned in memory once there is room for that."""
+    model, ids = tiny_model("llama"), some_ids(40)
+    with store_of(model, directory=tmp_path) as store:
+        turn(store.open("a", pinned=True), ids)
+    memory = TieredMemory(host_budget="40KiB")
+    with store_of(model, directory=tmp_path, memory=memory, host_budget=None) as store:
+        store.generate(**ones(ids), **GREEDY)  # which keeps the same tokens
+        with TieredKVCache(model.config, memory=memory, block_size=8, max_tokens=64) as cache:
+            model.generate(**ones(some_ids(4)), past_key_values=cache, **GREEDY)
+            chat = store.open("a")
+            assert chat.pinned
+            for ask in (lambda: store.open("a"), lambda: store.conversations.changed(chat)):
+                ask()
+                assert not store._kept.ranks.pinned
+                store.check_integrity()
+            more = torch.cat([some_ids(4), some_ids(55, seed=1)], 1)
+            model.generate(**ones(more), past_key_values=cache, **(GREEDY | {"max_new_tokens": 2}))
+        assert not store._kept.ranks._ranked
+        store.generate(**ones(ids), **GREEDY)
+        assert store.open("a") is chat
+        assert store._kept.ranks.pinned == ("a",)
+        store.check_integrity()
+    memory.close()
+
+
 def test_what_several_share_is_as_pinned_as_the_most_pinned_of_them() -> None:
     model = tiny_model("llama")
     with store_of(model, host_budget="64KiB", eviction="lru") as store:
@@ -596,7 +622,8 @@ def test_a_conversation_with_a_rank_is_read_when_somebody_asks_for_it(
     if of_before:
         of_layout_5(tmp_path)
         with store_of(model, directory=tmp_path) as store:  # which reads them, once
-            assert store._kept.ranks._ranked.keys() == {"a", "b"}
+            assert not store._kept.ranks._ranked
+            assert all(x is None for x in store.conversations._known.values()), "they are in memory"
     monkeypatch.setattr(Manifest, "__init__", traced)
     with store_of(model, directory=tmp_path) as store:
         assert asked, "nothing was traced"
