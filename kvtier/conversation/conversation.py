@@ -19,7 +19,7 @@ from kvtier.conversation.index import common, packed
 from kvtier.conversation.kept.ranks import rank_of
 from kvtier.conversation.saved.wake import Wake
 from kvtier.errors import ClosedError, ConcurrentUseError, ConfigError
-from kvtier.eviction.rank import DEFAULT
+from kvtier.eviction.rank import DEFAULT, Rank
 from kvtier.frames import is_running
 from kvtier.hf.models import generation as of
 
@@ -39,8 +39,8 @@ class Names(Protocol):
     def went_on(self, chat: Conversation) -> None:
         """A conversation went on by an engine, and is saved soon."""
 
-    def rank(self, chat: Conversation) -> None:
-        """A conversation has another rank."""
+    def rank(self, chat: Conversation, was: Rank) -> None:
+        """A conversation has another rank than it had."""
 
     def remove(self, chat: Conversation) -> None:
         """Forget the name of a conversation."""
@@ -351,7 +351,7 @@ class Conversation:
             before.ttl if ttl is None else ttl,
         )
         try:
-            self.store.conversations.rank(self)
+            self.store.conversations.rank(self, before)
         except BaseException:
             self.rank = before
             with contextlib.suppress(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 import weakref
@@ -19,6 +18,7 @@ from kvtier.conversation.index import packed
 from kvtier.conversation.kept.ranks import Ranks
 from kvtier.conversation.saved.soon import Soon
 from kvtier.errors import BudgetError, ClosedError, ConfigError
+from kvtier.eviction.rank import Rank
 from kvtier.forks import heed, inherited
 from kvtier.hf.models.identity import dependence
 from kvtier.memory.tiered import TieredMemory
@@ -185,10 +185,13 @@ class Conversations:
 
     def _rank_unread(self, chat: Conversation, computed_as: Hashable, ids: bytes) -> None:
         """A conversation that was saved has its rank in memory. A pin takes nothing that running calls were promised,
-        as where a user sets it; but whoever only opens it hears of no error, and the next one tries again."""
-        with contextlib.suppress(BudgetError):
-            self._ranks.rank(chat.name, (computed_as, chat.salt), ids, chat.rank)
+        as where a user sets it; but whoever only opens it hears of no error and waits for nobody, and the next one
+        tries again."""
+        try:
+            self._ranks.rank(chat.name, (computed_as, chat.salt), ids, chat.rank, concede=False)
             self._unread.discard(chat.name)
+        except BudgetError:
+            self._unread.add(chat.name)
 
     def says(self, name: str) -> dict[str, Any]:
         """What a conversation says, its `ids` and `salt` among that; nothing, if there is none. One that is not in
@@ -248,16 +251,20 @@ class Conversations:
         ids = records.ranked_ids(chat)
         with self._memory.lock, self._memory.change:
             if not self._owner.closed and self.has(chat):
-                if chat.name in self._unread:  # its pin was refused, and no call was promised room for all of it
+                if chat.name in self._unread:  # its pin was refused, and the call that had room for it has given it up
                     self._rank_unread(chat, computed_as, ids)
                 else:
                     self._ranks.follow(chat.name, (computed_as, chat.salt), ids, chat.rank)
 
-    def rank(self, chat: Conversation) -> None:
-        """A conversation has another rank. Raises BudgetError, see `Conversation.pinned`."""
-        key = self._computed_as, chat.salt
+    def rank(self, chat: Conversation, was: Rank) -> None:
+        """A conversation has another rank than it had. Raises BudgetError, see `Conversation.pinned`."""
+        key, ids = (self._computed_as, chat.salt), packed(chat.ids[:-1])
         with self._memory.lock, self._memory.change:
-            self._ranks.rank(chat.name, key, packed(chat.ids[:-1]), chat.rank)
+            if chat.name in self._unread and was.pinned and chat.rank.pinned:  # a pin is not what is asked for now
+                self._rank_unread(chat, key[0], ids)
+            else:
+                self._ranks.rank(chat.name, key, ids, chat.rank)
+                self._unread.discard(chat.name)
         self.changed(chat)
 
     def rank_saved(self) -> None:

@@ -229,10 +229,11 @@ class ConversationStore:
         """As `flush`. The names of conversations that could not be saved."""
         if self._disk_tier is None:
             return []
+        self.conversations.save_all()  # first what nobody can compute again
         try:
-            self._disk_tier.flush()  # first: what is saved then has the ranks that are noted
+            self._disk_tier.flush()
         finally:
-            lost = self.conversations.save_all()
+            lost = self.conversations.save_all()  # whose ranks are of what is saved by now
         return lost
 
     # Conversations

@@ -99,7 +99,7 @@ class StepTracker:
         ordered: whether layers are updated in the order of their numbers.
         sometimes: layers that a forward updates, in that order, where it is given an image, and passes over where it
             is not (cross-attention).
-        given_image: whether the forward that updates a layer now is given an image, as far as its caller shows it.
+        given_image: whether the forward that updates a layer now is given an image; None: its caller does not show it.
         with_image: whether the forward under way, or the last one, is known to be given one.
         even: whether the layers should hold equally many tokens.
         compare: whether something other than a single token for each layer may have changed lengths, since they were
@@ -118,7 +118,7 @@ class StepTracker:
         self._lengths = lengths
         self.even = self.ordered = True
         self.sometimes: frozenset[int] = frozenset()
-        self.given_image: Callable[[], bool] = lambda: False
+        self.given_image: Callable[[], bool | None] = lambda: None
         self.with_image = False
         self.expected: frozenset[Part] | None = expected
         self.began: dict[Part, int] = {}
@@ -219,7 +219,7 @@ class StepTracker:
             self.sometimes
             and layer not in self.sometimes
             and self.began.keys() <= self.sometimes
-            and not self.given_image()
+            and self.given_image() is False
         ):
             # Another forward than the one before, which ended among its first layers: this one passed those over.
             raise self.interrupted()
@@ -234,7 +234,7 @@ class StepTracker:
                 "forward did not finish, or this is another model. `reset()` the cache."
             )
         if self.sometimes and not self.with_image:
-            self.with_image = layer in self.sometimes or (begins and self.given_image())
+            self.with_image = layer in self.sometimes or (begins and bool(self.given_image()))
         self.began[layer] = length
         return begins
 
@@ -404,9 +404,12 @@ class StepTracker:
                 "brings, cannot undo their part of it. "
                 "`reset()` the cache."
             )
+        where = f"updated {len(self.began)} of {len(self._due())} layers"
+        if self._ended_at_failure():
+            where = f"failed in layer {self.failed_at}"
         return InterruptedStepError(
-            f"The last forward updated {len(self.began)} of {len(self._due())} layers and did not finish. `crop(0)` "
-            "drops it and keeps what was there before; `reset()` empties the cache."
+            f"The last forward {where} and did not finish. `crop(0)` drops it and keeps what was there before; "
+            "`reset()` empties the cache."
         )
 
     def _owned_by_another(self) -> bool:

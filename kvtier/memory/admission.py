@@ -45,7 +45,13 @@ class Admission:
         self._readers = readers
 
     def admit(
-        self, owner: Owner, device: ComputeDevice, claim: Callable[[int], Claim], *, take: bool = True
+        self,
+        owner: Owner,
+        device: ComputeDevice,
+        claim: Callable[[int], Claim],
+        *,
+        take: bool = True,
+        concede: bool = True,
     ) -> tuple[SlabAllocator, int] | None:
         """See `TieredMemory.admit`."""
         refused = self._admit(owner, device, claim, take)
@@ -54,7 +60,8 @@ class Admission:
                 each.relax()
             refused = self._admit(owner, device, claim, take)
             # Without an owner it is asked what is promised already.
-            if refused is None or owner.number < 0 or not any([ask() for ask in self._conceding]):
+            asks = concede and owner.number >= 0
+            if refused is None or not asks or not any([ask() for ask in self._conceding]):
                 break
             self._readers.pause()
             refused = self._admit(owner, device, claim, take)

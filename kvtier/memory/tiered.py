@@ -294,7 +294,13 @@ class TieredMemory:
     # Admission
 
     def admit(
-        self, owner: Owner, device: ComputeDevice, claim: Callable[[int], Claim], *, take: bool = True
+        self,
+        owner: Owner,
+        device: ComputeDevice,
+        claim: Callable[[int], Claim],
+        *,
+        take: bool = True,
+        concede: bool = True,
     ) -> tuple[SlabAllocator, int] | None:
         """Let an owner take what it claims on a device until its next claim, if the budgets hold all claims together.
 
@@ -302,12 +308,13 @@ class TieredMemory:
             claim: what it claims, if the tier where blocks begin has so many bytes: what a layer is read through may
                 grow with that.
             take: False: only see whether it could.
+            concede: whether those who can do with less are asked for it, and waited for.
 
         Returns:
             None; or, and nothing is changed, the memory that is too small, and the smallest limit with which the claim
             is admitted.
         """
-        return self._admission.admit(owner, device, claim, take=take)
+        return self._admission.admit(owner, device, claim, take=take, concede=concede)
 
     @checks_names
     def resize(

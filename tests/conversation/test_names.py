@@ -311,3 +311,24 @@ def test_a_store_that_is_dropped_ends_though_it_had_conversations() -> None:
     del store
     gc.collect()
     assert was() is None
+
+
+def test_what_nobody_can_compute_again_is_saved_before_keys_and_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with store_of(tiny_model("llama"), directory=tmp_path) as store:
+        chat = store.open("a")
+        chat.generate(**ones(some_ids(9)), **GREEDY)
+        store.flush()
+        chat.messages.append({"role": "user", "content": "as its user has put it"})
+        assert store._disk_tier is not None
+        flush, saved = store._disk_tier.flush, list[Any]()
+
+        def flushed() -> None:
+            assert store.conversations._disk is not None
+            saved.append((store.conversations._disk.conversation("a") or {}).get("messages"))
+            flush()
+
+        monkeypatch.setattr(store._disk_tier, "flush", flushed)
+        store.flush()
+        assert saved == [chat.messages]

@@ -182,3 +182,11 @@ def test_an_image_that_cannot_be_read_in_the_last_layer_leaves_an_unfinished_for
         assert cache.get_seq_length() == 13
         model(input_ids=torch.tensor([[30]]), past_key_values=cache)
         assert cache.get_seq_length() == 14
+
+
+def test_a_caller_that_does_not_show_whether_there_is_an_image_goes_on_behind_the_first_layers() -> None:
+    cache = TieredKVCache(mllama((0,)).config, block_size=4)
+    given = torch.zeros(1, 2, 3, 12)
+    for layer in (0, 1, 2, 3):
+        cache.update(given, given, layer)
+    assert cache.get_seq_length(1) == 3

@@ -102,7 +102,7 @@ class Order:
     def read(self, rows: Mapping[str, str | None], now: float) -> tuple[list[str], list[str]]:
         """Conversations have the ranks, and the tips, that their rows say, see `ConversationRows.names`. Returns those
         whose row tells too little; and those that went on later than now, for the clock was set back. These count from
-        now on: noted like that, their time to live does not begin with each opening."""
+        now on: their rows are to say so, or each opening would begin their time to live again."""
         unread, later = list[str](), list[str]()
         for name, said in rows.items():
             ranked = Ranked.of(said, self._chunks) if said else None
@@ -129,8 +129,8 @@ class Order:
             # In one line: an interrupt between the two would leave a history of which nobody waits for the rest.
             self._ranked[name], self._waiting[name] = Ranked(rank, used, tips), (salt, ids)
         else:
+            self._waiting.pop(name, None)  # first: what is waited for is of the history whose tips are known
             self._ranked[name] = Ranked(rank, used, tips)
-            self._waiting.pop(name, None)
 
     def forget(self, name: str) -> None:
         """A conversation has the rank of all others."""

@@ -108,8 +108,11 @@ class Ranks:
         """The conversations that are pinned and have tokens here."""
         return tuple(name for name, x in self._ranked.items() if x.rank.pinned and x.tokens)
 
-    def rank(self, name: str, key: Hashable, ids: bytes, rank: Rank) -> None:
+    def rank(self, name: str, key: Hashable, ids: bytes, rank: Rank, *, concede: bool = True) -> None:
         """A conversation has this history and this rank now.
+
+        Args:
+            concede: as of `TieredMemory.admit`.
 
         Raises:
             BudgetError: it is to be pinned, and what running calls were promised leaves no room for that. Nothing was
@@ -118,7 +121,7 @@ class Ranks:
         before = self._ranked.get(name)
         self.follow(name, key, ids, rank)
         if rank.pinned and not (before is not None and before.rank.pinned):
-            refused = self._parked.claim()
+            refused = self._parked.claim(concede=concede)
             if refused is not None:
                 if before is None:
                     self.forget(name)

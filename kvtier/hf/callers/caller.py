@@ -168,9 +168,9 @@ def _caller(frame: FrameType | None) -> tuple[PretrainedConfig | None, bool]:
     return None, False
 
 
-def given_image() -> bool:
+def given_image() -> bool | None:
     """Whether the forward that updates a layer now is given what layers of cross-attention attend to (Mllama). The
-    decoder hands it to each of its layers, and only some of them read it. False where no caller shows it."""
+    decoder hands it to each of its layers, and only some of them read it. None where no caller shows it."""
     frame: FrameType | None = sys._getframe(1)
     for _ in range(_MOST_FRAMES):
         if frame is None:
@@ -178,4 +178,4 @@ def given_image() -> bool:
         if _IMAGE in frame.f_code.co_varnames:
             return frame.f_locals.get(_IMAGE) is not None
         frame = frame.f_back
-    return False
+    return None

@@ -12,7 +12,7 @@ from kvtier.conversation.conversation import Conversation
 from kvtier.conversation.given import check_name
 from kvtier.conversation.names import OtherSaltError
 from kvtier.conversation.store import ConversationStore
-from kvtier.errors import ClosedError, ConfigError, KVTierError
+from kvtier.errors import BudgetError, ClosedError, ConfigError, KVTierError
 from kvtier.serving.http.requests.refusals import Refusal
 
 _LOG = logging.getLogger("kvtier.serving")
@@ -61,7 +61,7 @@ class Sessions:
         check_name(name)
         try:
             return self._opened(name, salt)
-        except (ConfigError, OSError) as error:  # of the disk, which says where the folder is
+        except (ConfigError, BudgetError, OSError) as error:  # of the disk, which says where the folder is, or of a pin
             _LOG.error("A session cannot be opened.", exc_info=error)
             text = "What the server keeps of this session cannot be read now: try again later."
             raise Refusal(503, text, code="session_unavailable", retry_after=_RETRY) from error

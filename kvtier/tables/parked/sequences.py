@@ -334,15 +334,19 @@ class ParkedSequences:
 
     # What caches use
 
-    def claim(self) -> BaseException | None:
+    def claim(self, *, concede: bool = True) -> BaseException | None:
         """Claim what is pinned, and what caches continue, once, however many do. Returns the error where there is no
-        room for it: claims are those of before, and whoever has undone what it asked for calls `relax`."""
+        room for it: claims are those of before, and whoever has undone what it asked for calls `relax`.
+
+        Args:
+            concede: as of `TieredMemory.admit`.
+        """
         memory = self.memory
         before, error, used = dict(self.owner.claims), None, self._used()
         # What is claimed stays so until the new claim is there: whoever is asked for room may let others in.
         self.owner.claims = {device: claim for device, claim in before.items() if device in used}
         for device, mine in used.items():
-            refused = memory.admit(self.owner, device, lambda limit, mine=mine: mine)  # type: ignore[misc]
+            refused = memory.admit(self.owner, device, lambda limit, mine=mine: mine, concede=concede)  # type: ignore[misc]
             if refused is not None:
                 error = too_small(*refused, "What is continued or pinned needs")
                 self.owner.claims = before

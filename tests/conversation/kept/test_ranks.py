@@ -151,10 +151,20 @@ def test_a_saved_pin_takes_nothing_that_caches_were_promised(tmp_path: Path) -> 
             model.generate(**ones(some_ids(4)), past_key_values=cache, **GREEDY)
             chat = store.open("a")
             assert chat.pinned
-            for ask in (lambda: store.open("a"), lambda: store.conversations.changed(chat)):
+            asked = list[None]()
+            memory.conceding.append(lambda: bool(asked.append(None)))  # type: ignore[func-returns-value]
+            for ask in (
+                lambda: store.open("a"),
+                lambda: store.open("a", ttl=1e6),
+                lambda: chat.set_rank(priority=3),
+                lambda: store.conversations.changed(chat),
+            ):
                 ask()
                 assert not store._kept.ranks.pinned
                 store.check_integrity()
+            assert (chat.pinned, chat.priority, chat.ttl) == (True, 3, 1e6)
+            assert not asked, "who opens a conversation takes nothing from others"
+            memory.conceding.pop()
             more = torch.cat([some_ids(4), some_ids(55, seed=1)], 1)
             model.generate(**ones(more), past_key_values=cache, **(GREEDY | {"max_new_tokens": 2}))
         assert not store._kept.ranks._ranked
