@@ -348,8 +348,8 @@ RULES: list[tuple[Rule, list[dict[str, str]]]] = [
         what_is_in_conversation_imports_each_other_one_way,
         [
             {"kvtier/conversation/kept/kept.py": "from kvtier.conversation.calls.call import Call"},
-            {"kvtier/conversation/disk/files/files.py": "from kvtier.conversation.disk.manifest import Row"},
-            {"kvtier/conversation/disk/manifest.py": "def f():\n    from ..kept import kept"},
+            {"kvtier/conversation/disk/files/files.py": "from kvtier.conversation.disk.rows.manifest import Row"},
+            {"kvtier/conversation/disk/rows/manifest.py": "def f():\n    from ..kept import kept"},
             {"kvtier/conversation/journal.py": "from kvtier.conversation import store"},
             {"kvtier/conversation/calls/call.py": "import kvtier.conversation"},
             {

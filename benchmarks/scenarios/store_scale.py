@@ -28,7 +28,7 @@ from benchmarks.targets import Target, table_of
 from kvtier.conversation.disk.chunks import Chunk
 from kvtier.conversation.disk.disk import Disk
 from kvtier.conversation.disk.files.folder import MANIFEST, Folder
-from kvtier.conversation.disk.manifest import Manifest, Row
+from kvtier.conversation.disk.rows.manifest import Manifest, Row
 from kvtier.conversation.index import PrefixIndex, packed
 
 SUMMARY = "the folder of a store at scale: finding, opening, reading, and what is left when it is closed (CPU only)"

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from kvtier.conversation.calls.reuse import RowReuse
-from kvtier.conversation.disk.pieces import Written
+from kvtier.conversation.disk.rows.pieces import Written
 from kvtier.conversation.given import check_count, check_text, message_of, text_of
 from kvtier.conversation.index import common, packed
 from kvtier.conversation.kept.ranks import rank_of

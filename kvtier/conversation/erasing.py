@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from kvtier.conversation.conversation import Conversation
-from kvtier.conversation.disk.conversations import ids_of
+from kvtier.conversation.disk.rows.conversations import ids_of
 from kvtier.conversation.index import common
 from kvtier.conversation.kept.kept import Kept
 from kvtier.conversation.names import Conversations

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from kvtier.conversation import records
 from kvtier.conversation.conversation import Conversation, Store
 from kvtier.conversation.disk.disk import Disk
-from kvtier.conversation.disk.pieces import Written
+from kvtier.conversation.disk.rows.pieces import Written
 from kvtier.conversation.given import check_name
 from kvtier.conversation.index import packed
 from kvtier.conversation.kept.ranks import Ranks

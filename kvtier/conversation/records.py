@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvtier.conversation.conversation import Conversation, Store
-from kvtier.conversation.disk.conversations import ids_of
-from kvtier.conversation.disk.pieces import Written
+from kvtier.conversation.disk.rows.conversations import ids_of
+from kvtier.conversation.disk.rows.pieces import Written
 from kvtier.conversation.kept.ranks import saved_rank
 from kvtier.eviction.rank import DEFAULT
 

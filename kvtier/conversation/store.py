@@ -20,8 +20,8 @@ from kvtier.conversation.calls.generating import Generating
 from kvtier.conversation.calls.reuse import RowReuse, StoreStats
 from kvtier.conversation.calls.under_way import UnderWay
 from kvtier.conversation.conversation import Conversation
-from kvtier.conversation.disk.conversations import ids_of
 from kvtier.conversation.disk.disk import Disk
+from kvtier.conversation.disk.rows.conversations import ids_of
 from kvtier.conversation.erasing import erase as remove
 from kvtier.conversation.erasing import shared
 from kvtier.conversation.given import (

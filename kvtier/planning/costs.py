@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvtier.planning.fit import line_of
-from kvtier.planning.groups import Groups, height_after, raised_to
-from kvtier.planning.linear import OF_EACH, LinearPart
-from kvtier.planning.overlap import AT_A_TIME, busy_parts, is_uneven
+from kvtier.planning.makespan.groups import Groups, height_after, raised_to
+from kvtier.planning.makespan.linear import OF_EACH, LinearPart
+from kvtier.planning.makespan.overlap import AT_A_TIME, busy_parts, is_uneven
 from kvtier.planning.rates import FASTEST, WINDOW, Median, Rates
 from kvtier.planning.step import StepRecord
 

@@ -18,7 +18,7 @@ from kvtier.cli.store import plain
 from kvtier.config import format_size
 from kvtier.conversation.disk.disk import Disk
 from kvtier.conversation.disk.keys import key_of
-from kvtier.conversation.disk.manifest import Manifest
+from kvtier.conversation.disk.rows.manifest import Manifest
 from kvtier.conversation.disk.tools.contents import contents
 from kvtier.conversation.index import packed
 

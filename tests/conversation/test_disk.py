@@ -23,10 +23,10 @@ from test_store import GREEDY, Tokenizer, fresh, grown, ones, some_ids, store_of
 from test_turns import check_kept
 
 from kvtier import ConfigError, StoreInUseError
-from kvtier.conversation.disk import pieces
 from kvtier.conversation.disk import reading as reading_module
 from kvtier.conversation.disk.disk import Disk
 from kvtier.conversation.disk.files import files
+from kvtier.conversation.disk.rows import pieces
 from kvtier.conversation.records import record_of
 
 NAMES = ("llama", "gemma3", "qwen3_next", "deepseek_v3")

@@ -13,7 +13,7 @@ import pytest
 
 from kvtier import ConfigError, Policy, TieredKVCache
 from kvtier.planning.costs import CostModel
-from kvtier.planning.groups import alike
+from kvtier.planning.makespan.groups import alike
 from kvtier.planning.policies.adaptive import Adaptive
 from kvtier.planning.policies.learner import ShareLearner
 from kvtier.planning.policies.names import POLICIES, policy_of

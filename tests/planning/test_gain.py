@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 
 from kvtier.planning.costs import CostModel
-from kvtier.planning.groups import alike
 from kvtier.planning.hardware.machines import MACHINES
 from kvtier.planning.hardware.profile import HardwareProfile
+from kvtier.planning.makespan.groups import alike
 from kvtier.planning.policies.shares import FixedShare, all_attend, room_for
 from kvtier.planning.simulation.simulate import Load, Machine, Simulation
 from kvtier.planning.simulation.trials import Trial

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from kvtier.planning.costs import CostModel, Prediction
-from kvtier.planning.groups import alike
-from kvtier.planning.linear import KEPT, LATE
-from kvtier.planning.linear import LINEAR as LINEAR_WINDOW
+from kvtier.planning.makespan.groups import alike
+from kvtier.planning.makespan.linear import KEPT, LATE
+from kvtier.planning.makespan.linear import LINEAR as LINEAR_WINDOW
 from kvtier.planning.policies.adaptive import CACHES, Adaptive
 from kvtier.planning.policies.learner import (
     BELIEVED,

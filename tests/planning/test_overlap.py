@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from kvtier.planning.costs import CostModel
-from kvtier.planning.groups import Groups, alike
-from kvtier.planning.overlap import busy_parts
+from kvtier.planning.makespan.groups import Groups, alike
+from kvtier.planning.makespan.overlap import busy_parts
 from kvtier.planning.policies.adaptive import Adaptive
 from kvtier.planning.policies.shares import FixedShare, room_for
 from kvtier.planning.rates import Rates

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from kvtier.planning.costs import CostModel
-from kvtier.planning.groups import Groups, alike, height_after, raised_to
+from kvtier.planning.makespan.groups import Groups, alike, height_after, raised_to
 from kvtier.planning.policies.adaptive import Adaptive
 from kvtier.planning.policies.learner import CAUTION
 from kvtier.planning.policies.shares import DEPTH, FixedShare, room_for

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvtier.conversation.disk.keys import end_of, with_ends
-from kvtier.conversation.disk.manifest import Row
+from kvtier.conversation.disk.rows.manifest import Row
 from kvtier.conversation.index import WIDTH, PrefixIndex
 
 #: Bytes that a row takes besides its file and ids, at the most, for the budget.

@@ -23,17 +23,17 @@ from typing import Any
 import torch
 
 from kvtier.conversation.disk.chunks import Chunk, Chunks
-from kvtier.conversation.disk.conversations import ConversationRows
 from kvtier.conversation.disk.files.files import Damaged
 from kvtier.conversation.disk.files.folder import MANIFEST, Folder
 from kvtier.conversation.disk.files.straight import Blocks
-from kvtier.conversation.disk.manifest import Manifest
 from kvtier.conversation.disk.order import Order
-from kvtier.conversation.disk.pieces import Written
 from kvtier.conversation.disk.ranked import noting
 from kvtier.conversation.disk.reading import ChainReader, DamagedChunk, Part, reaching
 from kvtier.conversation.disk.recovery import Recovery
 from kvtier.conversation.disk.room import FAILURES, Room
+from kvtier.conversation.disk.rows.conversations import ConversationRows
+from kvtier.conversation.disk.rows.manifest import Manifest
+from kvtier.conversation.disk.rows.pieces import Written
 from kvtier.conversation.disk.writing import New, Writer
 from kvtier.errors import BudgetError, ClosedError, ConfigError
 from kvtier.eviction.rank import Rank

@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import NamedTuple, Protocol, TypeVar
 
 from kvtier.conversation.disk.chunks import Chunk, Chunks
-from kvtier.conversation.disk.conversations import UNREAD
 from kvtier.conversation.disk.keys import end_of
 from kvtier.conversation.disk.ranked import EXPIRED, OTHERS, PINNED, Ranked
+from kvtier.conversation.disk.rows.conversations import UNREAD
 from kvtier.conversation.index import WIDTH
 from kvtier.eviction.rank import DEFAULT, Rank
 

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from kvtier.conversation.disk.chunks import Chunks, fits
 from kvtier.conversation.disk.files.folder import Folder
-from kvtier.conversation.disk.manifest import Manifest
 from kvtier.conversation.disk.order import Order
 from kvtier.conversation.disk.room import FAILURES, Room
+from kvtier.conversation.disk.rows.manifest import Manifest
 
 
 class Found(NamedTuple):

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.conversation.disk.chunks import Chunk, Chunks
-from kvtier.conversation.disk.conversations import ConversationRows
 from kvtier.conversation.disk.files.folder import Folder
-from kvtier.conversation.disk.manifest import Manifest
 from kvtier.conversation.disk.order import Order
+from kvtier.conversation.disk.rows.conversations import ConversationRows
+from kvtier.conversation.disk.rows.manifest import Manifest
 
 #: What a file or the manifest says where it cannot be changed or read now.
 FAILURES = (OSError, sqlite3.Error, MemoryError)

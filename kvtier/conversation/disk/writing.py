@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import torch
 
 from kvtier.conversation.disk.chunks import ROW, Chunk, Chunks
-from kvtier.conversation.disk.conversations import ConversationRows
 from kvtier.conversation.disk.files.files import write_tensors
 from kvtier.conversation.disk.files.folder import Folder
-from kvtier.conversation.disk.manifest import LONGEST, Manifest, Row
 from kvtier.conversation.disk.order import Order
 from kvtier.conversation.disk.room import FAILURES, Room
+from kvtier.conversation.disk.rows.conversations import ConversationRows
+from kvtier.conversation.disk.rows.manifest import LONGEST, Manifest, Row
 from kvtier.conversation.index import WIDTH
 
 #: Bytes that the header of a file takes for each tensor, at the most, besides its name.

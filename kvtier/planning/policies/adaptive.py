@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvtier.planning.costs import CostModel, Decision, Prediction
-from kvtier.planning.groups import alike
+from kvtier.planning.makespan.groups import alike
 from kvtier.planning.policies.learner import CHOICES, ShareLearner
 from kvtier.planning.policies.shares import FixedShare
 from kvtier.planning.policy import WRITE_THROUGH, Policy

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvtier.planning.costs import CostModel, Decision, Prediction
-from kvtier.planning.groups import Groups, alike
+from kvtier.planning.makespan.groups import Groups, alike
 from kvtier.planning.policies.shares import room_for
 from kvtier.planning.rates import WINDOW, Median, Rates
 from kvtier.planning.step import LayerState, StepPlan, StepRecord, StepState

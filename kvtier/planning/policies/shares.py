@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from kvtier.config import parse_share
-from kvtier.planning.groups import Group, fetched_blocks
+from kvtier.planning.makespan.groups import Group, fetched_blocks
 from kvtier.planning.policy import WRITE_THROUGH, Policy, coming_back, fill
 from kvtier.planning.step import LayerPlan, LayerState, StepPlan, StepState
 

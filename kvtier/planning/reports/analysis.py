@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from kvtier.config import format_size
 from kvtier.planning.costs import CostModel, Prediction
-from kvtier.planning.groups import Groups, alike
+from kvtier.planning.makespan.groups import Groups, alike
 from kvtier.planning.policies.shares import FixedShare, room_for, room_of
 from kvtier.planning.policy import Policy, fill
 from kvtier.planning.rates import Rates

@@ -31,8 +31,9 @@ from test_store import Tokenizer, store_of
 from test_store_interrupts import Line_
 
 from kvtier import ConfigError, StoreInUseError
-from kvtier.conversation.disk import manifest, writing
+from kvtier.conversation.disk import writing
 from kvtier.conversation.disk.disk import Disk
+from kvtier.conversation.disk.rows import manifest
 from kvtier.conversation.disk.tools.contents import verify
 from kvtier.conversation.index import packed
 

@@ -30,9 +30,9 @@ from kvtier.conversation.disk import reading as reading_module
 from kvtier.conversation.disk.disk import Disk
 from kvtier.conversation.disk.files.files import SEGMENT, Damaged, checksum, read_tensors, write_tensors
 from kvtier.conversation.disk.files.folder import MANIFEST, Folder
-from kvtier.conversation.disk.manifest import VERSION
 from kvtier.conversation.disk.order import Order
-from kvtier.conversation.disk.pieces import digest
+from kvtier.conversation.disk.rows.manifest import VERSION
+from kvtier.conversation.disk.rows.pieces import digest
 from kvtier.conversation.disk.tools.contents import contents
 from kvtier.conversation.disk.tools.upkeep import Upkeep
 from kvtier.conversation.index import packed

@@ -18,8 +18,8 @@ from test_store import GREEDY, fresh, ones, some_ids, store_of
 from test_upkeep import grown, save
 from test_upkeep import read as read_all
 
-from kvtier.conversation.disk import manifest
 from kvtier.conversation.disk.disk import Disk
+from kvtier.conversation.disk.rows import manifest
 from kvtier.conversation.disk.tools.contents import Contents, contents
 from kvtier.conversation.disk.tools.upkeep import Upkeep
 from kvtier.conversation.index import common, packed

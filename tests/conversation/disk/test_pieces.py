@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from disks import disk_of, states_of
 
-from kvtier.conversation.disk import conversations, pieces
 from kvtier.conversation.disk.files.folder import MANIFEST
-from kvtier.conversation.disk.manifest import VERSION
-from kvtier.conversation.disk.pieces import Written
+from kvtier.conversation.disk.rows import conversations, pieces
+from kvtier.conversation.disk.rows.manifest import VERSION
+from kvtier.conversation.disk.rows.pieces import Written
 from kvtier.conversation.disk.tools.contents import contents
 
 WALKS = max(2, int(os.environ.get("KVTIER_TEST_TURNS", "96")) // 64)

@@ -15,12 +15,12 @@ import pytest
 from disks import content, disk_of, save
 
 from kvtier.conversation.disk.chunks import Chunks
-from kvtier.conversation.disk.conversations import ConversationRows
 from kvtier.conversation.disk.disk import Disk
 from kvtier.conversation.disk.files.folder import MANIFEST
 from kvtier.conversation.disk.keys import end_of
-from kvtier.conversation.disk.manifest import Row
-from kvtier.conversation.disk.pieces import digest
+from kvtier.conversation.disk.rows.conversations import ConversationRows
+from kvtier.conversation.disk.rows.manifest import Row
+from kvtier.conversation.disk.rows.pieces import digest
 from kvtier.conversation.disk.tools.contents import contents
 from kvtier.conversation.disk.tools.upkeep import Upkeep
 from kvtier.conversation.index import common, packed

@@ -12,9 +12,9 @@ import pytest
 
 from kvtier.conversation.disk.chunks import Chunks
 from kvtier.conversation.disk.keys import key_of
-from kvtier.conversation.disk.manifest import Row
 from kvtier.conversation.disk.order import Order
 from kvtier.conversation.disk.ranked import Ranked
+from kvtier.conversation.disk.rows.manifest import Row
 from kvtier.conversation.disk.tools.contents import Contents
 from kvtier.conversation.index import packed
 from kvtier.eviction.rank import Rank

@@ -15,10 +15,10 @@ from test_ranked import KEYS, PIN, SALT, killed, of_layout_5, opened, owned, sav
 from test_store import GREEDY, grown, ones, some_ids, store_of
 
 from kvtier.conversation.disk.chunks import Chunk, Chunks
-from kvtier.conversation.disk.conversations import ConversationRows
 from kvtier.conversation.disk.disk import Disk
 from kvtier.conversation.disk.keys import end_of
-from kvtier.conversation.disk.manifest import Manifest
+from kvtier.conversation.disk.rows.conversations import ConversationRows
+from kvtier.conversation.disk.rows.manifest import Manifest
 from kvtier.conversation.index import packed
 from kvtier.conversation.names import MOST_IDLE, Conversations
 from kvtier.eviction.rank import Rank

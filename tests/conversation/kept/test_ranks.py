@@ -24,7 +24,7 @@ from kvtier import BudgetError, ConfigError, ConversationStore, TieredKVCache, T
 from kvtier.conversation.conversation import Conversation
 from kvtier.conversation.disk.chunks import Chunk
 from kvtier.conversation.disk.disk import Disk
-from kvtier.conversation.disk.manifest import Manifest
+from kvtier.conversation.disk.rows.manifest import Manifest
 from kvtier.conversation.index import packed
 from kvtier.conversation.kept import retention
 from kvtier.conversation.kept.kept import MOST_STATES

@@ -23,7 +23,7 @@ from test_store import GREEDY, Tokenizer, fresh, grown, ones, some_ids, store_of
 from kvtier import StoreInUseError
 from kvtier.conversation.conversation import Conversation
 from kvtier.conversation.disk import writing
-from kvtier.conversation.disk.manifest import Manifest
+from kvtier.conversation.disk.rows.manifest import Manifest
 from kvtier.conversation.saved import archive, disk_tier
 from kvtier.conversation.saved.waiting import Saved
 from kvtier.forward.forward import Forward

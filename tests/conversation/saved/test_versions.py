@@ -20,7 +20,7 @@ from kvtier import ConfigError, ConversationStore
 from kvtier.cli.main import main
 from kvtier.conversation.disk.disk import Disk
 from kvtier.conversation.disk.files.folder import MANIFEST
-from kvtier.conversation.disk.manifest import Row
+from kvtier.conversation.disk.rows.manifest import Row
 from kvtier.conversation.index import packed
 from kvtier.eviction.rank import Rank
 from kvtier.hf.models.identity import fingerprint

@@ -26,7 +26,7 @@ import pytest
 from servers import NAME, Running, Start, answer_on, by_generate
 
 from kvtier import ConfigError
-from kvtier.conversation.disk.conversations import ConversationRows
+from kvtier.conversation.disk.rows.conversations import ConversationRows
 from kvtier.serving.http import server
 from kvtier.serving.http.requests.keys import Keys
 from kvtier.serving.http.server import _Connection

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.conversation.disk.chunks import Chunks
-from kvtier.conversation.disk.conversations import ConversationRows, ids_of
 from kvtier.conversation.disk.files.files import Damaged, read_tensors
 from kvtier.conversation.disk.files.folder import MANIFEST, file_of
 from kvtier.conversation.disk.keys import computed_by
-from kvtier.conversation.disk.manifest import Manifest, Row
+from kvtier.conversation.disk.rows.conversations import ConversationRows, ids_of
+from kvtier.conversation.disk.rows.manifest import Manifest, Row
 from kvtier.conversation.index import WIDTH
 from kvtier.errors import ConfigError
 

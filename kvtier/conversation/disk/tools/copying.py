@@ -19,7 +19,7 @@ from pathlib import Path
 
 from kvtier.conversation.disk.files.files import Buffer, Damaged, copy_file
 from kvtier.conversation.disk.files.folder import MANIFEST, SECRET, file_of, sync_names
-from kvtier.conversation.disk.manifest import Manifest, Row
+from kvtier.conversation.disk.rows.manifest import Manifest, Row
 from kvtier.conversation.disk.tools.contents import Contents, Damage, check_there, opened
 from kvtier.conversation.disk.tools.upkeep import remove_rows, with_below
 from kvtier.errors import ConfigError

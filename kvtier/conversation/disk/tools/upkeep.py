@@ -16,11 +16,11 @@ from pathlib import Path
 
 import torch
 
-from kvtier.conversation.disk.conversations import ConversationRows
 from kvtier.conversation.disk.files.files import LARGEST, Damaged, read_tensors, write_tensors
 from kvtier.conversation.disk.files.folder import MANIFEST, Folder, sync_names
-from kvtier.conversation.disk.manifest import LONGEST, Manifest, Row
 from kvtier.conversation.disk.ranked import renumbered
+from kvtier.conversation.disk.rows.conversations import ConversationRows
+from kvtier.conversation.disk.rows.manifest import LONGEST, Manifest, Row
 from kvtier.conversation.disk.tools.contents import Contents, check_there, compare, stop_of
 from kvtier.errors import ConfigError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvtier.planning.groups import Groups
+from kvtier.planning.makespan.groups import Groups
 from kvtier.planning.rates import Rates
 
 #: Layers whose fetches there is room for at a time.

@@ -10,9 +10,9 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
-from kvtier.conversation.disk.manifest import Manifest
-from kvtier.conversation.disk.pieces import GROWING, Listed, Written, read_list, save_list
-from kvtier.conversation.disk.pieces import digest as digest_of
+from kvtier.conversation.disk.rows.manifest import Manifest
+from kvtier.conversation.disk.rows.pieces import GROWING, Listed, Written, read_list, save_list
+from kvtier.conversation.disk.rows.pieces import digest as digest_of
 from kvtier.conversation.index import packed
 
 # What is there already is not written again: nobody waits for a disk then. And it keeps its place in the order.

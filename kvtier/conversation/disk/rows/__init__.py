@@ -1,0 +1,6 @@
+"""What a folder knows of itself, in an SQLite database: rows of chunks, and of conversations.
+
+manifest.py       `Manifest`: the database, its layout and its transactions
+conversations.py  `ConversationRows`: what conversations are
+pieces.py         lists that grow with each turn, in pieces
+"""
