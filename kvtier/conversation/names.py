@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 import weakref
 from collections import OrderedDict, deque
@@ -23,6 +24,7 @@ from kvtier.forks import heed, inherited
 from kvtier.hf.models.identity import dependence
 from kvtier.memory.tiered import TieredMemory
 
+_LOG = logging.getLogger("kvtier.conversation")
 #: Conversations that nobody holds and that stay in memory as they are, so that who opens one for each turn reads none.
 MOST_IDLE = 32
 #: Conversations that a warning names.
@@ -92,7 +94,9 @@ class Conversations:
         self._known: dict[str, _Known | None] = {}  # None: it is saved, and not in memory
         # Those with a rank of their own, or perhaps with one, that do not have it in memory yet.
         self._unread = set[str]()
-        # Of these, those that the folder does not know the rank of.
+        # Of these, those whose pin has found no room, which the log has.
+        self._refused = set[str]()
+        # Of `_unread`, those that the folder does not know the rank of.
         self._unranked: list[str] = []
         if disk is not None:
             names = disk.names()
@@ -182,6 +186,7 @@ class Conversations:
         """Nothing of a conversation can be read: it is damaged."""
         self._known.pop(name, None)
         self._unread.discard(name)
+        self._refused.discard(name)
 
     def _rank_unread(self, chat: Conversation, computed_as: Hashable, ids: bytes) -> None:
         """A conversation that was saved has its rank in memory. A pin takes nothing that running calls were promised,
@@ -190,8 +195,12 @@ class Conversations:
         try:
             self._ranks.rank(chat.name, (computed_as, chat.salt), ids, chat.rank, concede=False)
             self._unread.discard(chat.name)
-        except BudgetError:
+            self._refused.discard(chat.name)
+        except BudgetError as error:
             self._unread.add(chat.name)
+            if chat.name not in self._refused:
+                self._refused.add(chat.name)
+                _LOG.warning("%r is pinned on the disk, and in memory once there is room: %s", chat.name, error)
 
     def says(self, name: str) -> dict[str, Any]:
         """What a conversation says, its `ids` and `salt` among that; nothing, if there is none. One that is not in
@@ -265,6 +274,7 @@ class Conversations:
             else:
                 self._ranks.rank(chat.name, key, ids, chat.rank)
                 self._unread.discard(chat.name)
+                self._refused.discard(chat.name)
         self.changed(chat)
 
     def rank_saved(self) -> None:
@@ -416,6 +426,7 @@ class Conversations:
             self._known.pop(name, None)
             self._idle.pop(name, None)
             self._unread.discard(name)
+            self._refused.discard(name)
             self._ranks.forget(name)
 
 

@@ -139,7 +139,7 @@ def test_what_caches_were_promised_cannot_be_pinned() -> None:
     memory.close()
 
 
-def test_a_saved_pin_takes_nothing_that_caches_were_promised(tmp_path: Path) -> None:
+def test_a_saved_pin_takes_nothing_that_caches_were_promised(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Whoever opens the conversation hears of no error. It is pinned in memory once there is room for that."""
     model, ids = tiny_model("llama"), some_ids(40)
     with store_of(model, directory=tmp_path) as store:
@@ -164,6 +164,9 @@ def test_a_saved_pin_takes_nothing_that_caches_were_promised(tmp_path: Path) -> 
                 store.check_integrity()
             assert (chat.pinned, chat.priority, chat.ttl) == (True, 3, 1e6)
             assert not asked, "who opens a conversation takes nothing from others"
+            told = [x.getMessage() for x in caplog.records if x.name == "kvtier.conversation"]
+            assert len(told) == 1, "once, however often it is tried"
+            assert told[0].startswith("'a' is pinned on the disk, and in memory once there is room")
             memory.conceding.pop()
             more = torch.cat([some_ids(4), some_ids(55, seed=1)], 1)
             model.generate(**ones(more), past_key_values=cache, **(GREEDY | {"max_new_tokens": 2}))
