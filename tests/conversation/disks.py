@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import contextlib
 import random
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
+from kvtier.conversation.disk.chunks import Chunk
 from kvtier.conversation.disk.disk import Disk
 from kvtier.conversation.index import packed
 from kvtier.errors import ConfigError
@@ -20,6 +23,18 @@ OF = {"model": "m", "config": "c", "weights": "w"}
 
 def disk_of(folder: Path, budget: int | None = None) -> Disk:
     return Disk(folder, budget, OF)
+
+
+def held_writes(patch: pytest.MonkeyPatch) -> threading.Event:
+    """A slow disk: nothing is written before this is set."""
+    write, goes_on = Disk.write, threading.Event()
+
+    def waits(disk: Disk, *args: Any) -> Chunk | None:
+        assert goes_on.wait(60)
+        return write(disk, *args)
+
+    patch.setattr(Disk, "write", waits)
+    return goes_on
 
 
 def content(ids: Sequence[int], start: int = 0) -> torch.Tensor:

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from disks import OF, content, save
+from disks import OF, content, held_writes, save
 from families import tiny_model
 from test_ranked import KEYS, PIN, SALT, killed, of_layout_5, opened, owned, saves
 from test_store import GREEDY, grown, ones, some_ids, store_of
 
-from kvtier.conversation.disk.chunks import Chunk, Chunks
+from kvtier.conversation.disk.chunks import Chunks
 from kvtier.conversation.disk.disk import Disk
 from kvtier.conversation.disk.keys import end_of
 from kvtier.conversation.disk.rows.conversations import ConversationRows
@@ -190,11 +190,7 @@ def test_what_a_turn_that_was_cut_short_has_saved_has_its_rank_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An interrupt comes before anybody waits for it, and the disk is slow."""
-    model, write, goes_on = tiny_model("llama"), Disk.write, threading.Event()
-
-    def waits(disk: Disk, *args: Any) -> Chunk | None:
-        assert goes_on.wait(60)
-        return write(disk, *args)
+    model = tiny_model("llama")
 
     def cut(*args: Any, **options: Any) -> None:
         raise KeyboardInterrupt
@@ -204,7 +200,7 @@ def test_what_a_turn_that_was_cut_short_has_saved_has_its_rank_at_the_end(
         out = chat.generate(**ones(some_ids(20)), **GREEDY)
         store.flush()
         with monkeypatch.context() as patch:
-            patch.setattr(Disk, "write", waits)
+            goes_on = held_writes(patch)
             patch.setattr(Conversations, "changed", cut)
             with pytest.raises(KeyboardInterrupt):
                 chat.generate(**ones(grown(out)), **GREEDY)

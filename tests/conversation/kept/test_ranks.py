@@ -8,14 +8,13 @@ import math
 import pickle
 import random
 import shutil
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from disks import disk_of, load, save
+from disks import disk_of, held_writes, load, save
 from families import tiny_model
 from test_ranked import of_layout_5
 from test_store import GREEDY, fresh, grown, ones, some_ids, store_of
@@ -654,17 +653,13 @@ def test_what_is_saved_behind_a_turn_has_the_rank_of_its_conversation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The process is killed then, and the next one reads no conversation."""
-    model, write, goes_on = tiny_model("llama"), Disk.write, threading.Event()
-
-    def waits(disk: Disk, *args: Any) -> Chunk | None:
-        assert goes_on.wait(60)
-        return write(disk, *args)
+    model = tiny_model("llama")
 
     with store_of(model, directory=tmp_path) as store:
         assert store._disk_tier is not None
         order = store._disk_tier.disk._order
         with monkeypatch.context() as patch:
-            patch.setattr(Disk, "write", waits)
+            goes_on = held_writes(patch)
             try:
                 turn(store.open("a", pinned=True), some_ids(20))
                 store.open("a").fork("b")
