@@ -19,7 +19,7 @@ from kvtier.conversation.index import packed
 from kvtier.conversation.kept.ranks import Ranks
 from kvtier.conversation.saved.soon import Soon
 from kvtier.errors import BudgetError, ClosedError, ConfigError
-from kvtier.eviction.rank import Rank
+from kvtier.eviction.rank import DEFAULT, Rank
 from kvtier.forks import heed, inherited
 from kvtier.hf.models.identity import dependence
 from kvtier.memory.tiered import TieredMemory
@@ -329,9 +329,7 @@ class Conversations:
         lost = list[str]()
         for name in self.names:
             with self.lock:
-                with self._memory.lock, self._memory.change:
-                    known = self._known.get(name)
-                    chat = None if known is None else known.chat() or records.again(known.says)
+                chat = self._in_memory(name)
                 if chat is None or not records.can_be_saved(chat):
                     continue
                 is_new = records.is_blank(chat) and chat.written.digest is None
@@ -339,6 +337,25 @@ class Conversations:
                     lost.append(name)
         self.let_go()
         return [] if self._disk.is_inherited else lost
+
+    def note_ranks(self) -> None:
+        """Let the rows of those that are in memory say where their histories end, now that nothing waits to be saved: a
+        turn that was cut short may wait for no chunk."""
+        ranked = list[str]()
+        for name in self.names if self._disk is not None else ():
+            with self.lock:
+                chat = self._in_memory(name)
+                if self._disk is not None and chat is not None and chat.rank != DEFAULT:
+                    self._disk.rank(name, chat.salt, records.ranked_ids(chat), chat.rank, chat.used)
+                    ranked.append(name)
+        if self._disk is not None:
+            self._disk.note_ranks(ranked)
+
+    def _in_memory(self, name: str) -> Conversation | None:
+        """A conversation, as it is; None: it is not in memory. Nobody keeps it."""
+        with self._memory.lock, self._memory.change:
+            known = self._known.get(name)
+            return None if known is None else known.chat() or records.again(known.says)
 
     # Let go
 

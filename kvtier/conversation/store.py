@@ -229,11 +229,9 @@ class ConversationStore:
         """As `flush`. The names of conversations that could not be saved."""
         if self._disk_tier is None:
             return []
-        self.conversations.save_all()  # first what nobody can compute again
-        try:
-            self._disk_tier.flush()
-        finally:
-            lost = self.conversations.save_all()  # whose ranks are of what is saved by now
+        lost = self.conversations.save_all()  # first what nobody can compute again
+        self._disk_tier.flush()
+        self.conversations.note_ranks()
         return lost
 
     # Conversations

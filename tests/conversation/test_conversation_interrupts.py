@@ -186,7 +186,8 @@ def cut_short(act: str, at: int, folder: Path, after: Mapping[str, Any] | None =
             unhurt(now, before, after)
             if act == "erase" and "a" not in now:
                 erased(scene, *(packed(before[name][0]) for name in ("a", "b")))
-            # The process may end here.
+            # The process may end here. (A thread that clears the log changes files while they are copied one by one.)
+            scene.store.conversations._soon.join()
             shutil.copytree(scene.folder, folder / "copy")
             with begin(scene.toy, folder / "copy") as copy:
                 unhurt(whole(copy), before, after)
