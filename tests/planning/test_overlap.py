@@ -67,6 +67,22 @@ def test_one_layer_that_fetches_has_the_link_for_itself() -> None:
     assert 0.0 < parts[1] < 1.0
 
 
+def test_what_is_not_played_again_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second step is left where the link is as far behind as in the first one."""
+    for seed in range(100):
+        rng = random.Random(seed)
+        kinds, order = rng.randint(1, 4), list[int]()
+        while len(set(order)) < kinds:
+            order = [rng.randrange(kinds) for _ in range(rng.choice((8, 24)))]
+        layers = [LayerState(i, 2**20, 10, 0, 10 * (1 + kind), 1, True) for i, kind in enumerate(order)]
+        links, alone = ([rng.choice((0.0, 10 ** rng.uniform(-5, -2.5))) for _ in range(kinds)] for _ in range(2))
+        rest = alike(layers), Rates(shared=0.5), 10 ** rng.uniform(-4, -1), links, alone, [1e-5] * kinds
+        with monkeypatch.context() as patch:
+            patch.setattr("kvtier.planning.makespan.overlap.ALIKE", -1.0)
+            whole = busy_parts(*rest)
+        assert busy_parts(*rest) == pytest.approx(whole, abs=1e-9)
+
+
 def test_layers_of_the_model_that_are_none_of_these_take_their_time() -> None:
     """A fetch ends in the turn of layers that keep nothing, or runs into host attention where there are none."""
     numbers = dict(block_bytes=2**20, resident=10, fetched=0, spilled=40, sequences=1, host_attention=True)

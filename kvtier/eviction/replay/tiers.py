@@ -7,8 +7,10 @@ token on it decodes at a fixed pace, and its blocks are in use until its end. Pr
 Each tier has a prefix tree. A block that the next tier has a copy of is evicted for nothing. Copies are made ahead,
 where less than a threshold of a tier can be had for nothing (section 4.3 of the paper: 50%): a second tree of the same
 policy, of the blocks without a copy, gives their order, so that what is evicted next is copied first. A copied block
-that a block without a copy continues does not count: eviction comes to it later, and loses the other one before. A link
-moves copies only while no fetch uses it; a fetch waits for the one block that is on its way.
+that a block without a copy continues does not count: eviction comes to it later, and loses the other one before. Where
+what has no copy is waited for, a full tier gives an eighth of itself to copies made ahead; for more of them nothing
+goes that is nowhere else. A link moves copies only while no fetch uses it; a fetch waits for the one block that is on
+its way.
 
 What the model does not say: how fast a machine decodes while it copies. Decoding has a fixed pace here and reads the
 device alone, so that nothing can slow it down; that is measured on a store, in benchmarks/scenarios/saving.py.
@@ -57,6 +59,8 @@ class Machine:
         ahead: share of a tier that is to be had for nothing, free or copied; 0.0: no copies are made ahead.
         waits: whether a block without a copy is copied when it has to leave, and the request waits for it. Otherwise it
             is dropped.
+        doubled: share of a full tier that may be copies made ahead, if the machine waits: for more of them nothing goes
+            that is nowhere else. Otherwise they are all that is saved of the tier above.
         reserve: share of the device that new requests leave to those that decode (section 4.3).
     """
 
@@ -66,6 +70,7 @@ class Machine:
     decode: float
     ahead: float = 0.5
     waits: bool = False
+    doubled: float = 0.125
     reserve: float = 0.1
 
 
@@ -246,10 +251,15 @@ class Level:
         return self._moving is not None
 
     def _gains(self, now: float) -> bool:
-        """Whether a further copy is one more: a tier below that is full may drop another copy of this tier for it."""
-        if self.below is None or self.below.tree.free > 0:
-            return self.below is not None
-        node = self.below.tree.victim(now)
+        """Whether a further copy is worth what a tier below that is full drops for it: not another copy of this tier,
+        and what is nowhere else only for some."""
+        below = self.below
+        if below is None or below.tree.free > 0:
+            return below is not None
+        made = len(self.tree) - len(self.bare)
+        if self._machine.waits and made >= self._machine.doubled * below.tier.blocks:
+            return False
+        node = below.tree.victim(now)
         return node is not None and node.key not in self.tree
 
     def _write(self, key: Key, now: float) -> float | None:

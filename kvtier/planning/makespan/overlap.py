@@ -11,6 +11,8 @@ from kvtier.planning.rates import Rates
 AT_A_TIME = 2
 #: Layers whose fetches take so many times as long as others' are not alike: theirs run into the turns of others.
 UNEVEN = 1.25
+#: The link is as far behind the device as it was in the step before, but for such parts of a layer's linear part.
+ALIKE = 1e-6
 
 
 def is_uneven(on_link: Sequence[float]) -> bool:
@@ -46,26 +48,28 @@ def busy_parts(
     each, overhead, shared = linear / sum(gaps), rates.host_overhead, rates.shared
     fetching = [place for place, i in enumerate(order) if on_link[i]]
     # Of each layer that fetches, the one whose fetch begins behind its attention.
-    following = dict(zip(fetching, fetching[AT_A_TIME:] + fetching[:AT_A_TIME], strict=True))
-    arrival, busy, idle = [0.0] * len(order), [0.0] * len(order), set[int]()
+    following = [-1] * len(order)
+    for place, other in zip(fetching, fetching[AT_A_TIME:] + fetching[:AT_A_TIME], strict=True):
+        following[place] = other
+    kinds = list(zip(attended, alone, strict=True))
+    arrival, busy, behind = [0.0] * len(order), [0.0] * len(order), [-1.0] * len(order)
     now = link = 0.0
     for again in (False, True):
         for place, i in enumerate(order):
-            if link <= now:
-                if again and place in idle:
-                    break  # from here on the second step is the first one again
-                idle.add(place)
-            ready = now + gaps[place] * each
-            end = arrival[place]
-            now = (end if end > ready else ready) + attended[i]
-            seconds = alone[i]
+            late = link - now if link > now else 0.0
+            if again and -ALIKE * each <= late - behind[place] <= ALIKE * each:
+                break  # from here on the second step is the first one again
+            behind[place] = late
+            reads, seconds = kinds[i]
+            ready, end = now + gaps[place] * each, arrival[place]
+            now = (end if end > ready else ready) + reads
             if seconds:
                 part = busy[place] = min((link - ready) / seconds, 1.0) if link > ready else 0.0
                 end = ready + overhead + seconds / (1 - shared * part)
                 if end > now:
                     now = end
-            if place in following:
-                other = following[place]
+            other = following[place]
+            if other >= 0:
                 link = arrival[other] = (link if link > now else now) + on_link[order[other]]
     found = [0.0] * len(groups)
     for i, part in zip(order, busy, strict=True):
