@@ -108,23 +108,30 @@ def test_who_waits_while_another_one_steps_goes_on_when_that_has_ended(
 
 @pytest.mark.parametrize("started", [False, True])
 def test_who_waits_for_an_end_waits_as_long_as_was_said(monkeypatch: pytest.MonkeyPatch, started: bool) -> None:
-    now, over = [0.0], threading.Event()
+    now, asked, over = [0.0], threading.Event(), threading.Event()
     engine = engine_of()
     step = engine._runner.step
 
+    def clock() -> float:
+        if isinstance(threading.current_thread(), Asks):
+            asked.set()
+        return now[0]
+
     def takes_two_seconds(work: Any) -> Any:
+        assert asked.wait(LONG)  # its five seconds begin at 0
         now[0] += 2
-        assert now[0] <= 6 or over.wait(LONG), "it waits for more"
+        assert now[0] <= 6 or over.wait(LONG)
         return step(work)
 
     for module in (engine_module, loop):
-        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]), raising=False)
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock), raising=False)
     monkeypatch.setattr(engine._runner, "step", takes_two_seconds)
     name = added(engine, 10)
     if started:
         engine.start()
     asks = Asks(lambda: engine.wait(name, timeout=5))
     asks.join(LONG)
+    assert not asks.is_alive(), "it waits for more"
     over.set()
     assert isinstance(asks.end(), TimeoutError)
     assert engine.wait(name).generated_tokens == by_generate("llama", PROMPT, 10)[0]
