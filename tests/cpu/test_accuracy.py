@@ -49,6 +49,7 @@ def test_random_problems_are_as_exact_as_torch_and_read_nothing_else(isa: str, d
     assert not found, "\n".join(found)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_wherever_a_sequence_begins_and_ends_its_tokens_count_once(isa: str, dtype: torch.dtype) -> None:
     # The kernel works in tiles of a block or of 512 tokens, vectors of 8 to 32, groups of 4, 2 and 1 rows: all edges
@@ -77,6 +78,7 @@ def test_every_head_size_is_as_exact(isa: str, dtype: torch.dtype) -> None:
     assert not found, "\n".join(found)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("causal", [False, True])
 def test_many_rows_to_a_kv_head_are_as_exact(isa: str, dtype: torch.dtype, causal: bool) -> None:
@@ -132,6 +134,7 @@ BEGINNINGS = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_wherever_in_a_block_a_sequence_begins_it_is_as_exact(isa: str, dtype: torch.dtype) -> None:
     found = []
@@ -141,6 +144,7 @@ def test_wherever_in_a_block_a_sequence_begins_it_is_as_exact(isa: str, dtype: t
     assert not found, "\n".join(found)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_prompts_whose_queries_are_shared_out_are_as_exact(isa: str, dtype: torch.dtype) -> None:
     found = []
@@ -172,6 +176,7 @@ def test_a_ragged_batch_of_prompts_and_tokens_is_as_exact(isa: str, dtype: torch
     assert not packed.touched_outside()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     "spec",
@@ -192,6 +197,7 @@ def test_long_sequences_are_as_exact(isa: str, dtype: torch.dtype, spec: Spec) -
     assert not broken(case, exact, attend(case))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_parts_of_sequences_merge_to_the_whole(isa: str, dtype: torch.dtype) -> None:
     # The blocks of a sequence are on host and device in any proportion, in any pattern.
@@ -391,6 +397,7 @@ def test_blocks_that_no_query_sees_are_not_read(isa: str) -> None:
         assert not broken(case, exact, result)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("scale", [0.0, -0.3, 1e-30, 5.0])
 @pytest.mark.parametrize("length", [3, 37, 300])
 def test_any_scale_is_meant(isa: str, scale: float, length: int) -> None:
@@ -438,6 +445,7 @@ def spoilt(dtype: torch.dtype, where: str, length: int, value: float) -> tuple[C
     return case, case.exact(0), (scores.softmax(-1) @ v).masked_fill(nothing, 0.0)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("where", ["query", "key", "value", "all keys"])
 @pytest.mark.parametrize("length", [1, 300, 21_000])

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 CASES = int(os.environ.get("KVTIER_TEST_PROBLEMS", "75")) // 10  # random specs of each dtype
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_random_problems_are_as_exact_as_torch_and_read_nothing_else(dtype: torch.dtype, device: torch.device) -> None:
     found = []
@@ -40,6 +41,7 @@ def test_the_same_in_plain_torch_keeps_the_same_tolerance(dtype: torch.dtype, de
     assert not found, "\n".join(found)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("size", [1, 3, 16, 24, 64, 256])
 def test_wherever_a_sequence_and_its_window_end_tokens_count_once(size: int, device: torch.device) -> None:
     found = []
@@ -64,6 +66,7 @@ def test_every_head_size_is_as_exact(dtype: torch.dtype, device: torch.device) -
     assert not found, "\n".join(found)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8])
 def test_any_number_of_query_heads_shares_a_kv_head_with_any_number_of_queries(
     group: int, device: torch.device
@@ -76,6 +79,7 @@ def test_any_number_of_query_heads_shares_a_kv_head_with_any_number_of_queries(
     assert not found, "\n".join(found)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("told", [False, True], ids=["all", "positions"])
 def test_tiles_that_all_queries_see_and_tiles_at_the_edge_are_as_exact(
@@ -101,6 +105,7 @@ def test_tiles_that_all_queries_see_and_tiles_at_the_edge_are_as_exact(
     assert not any(found), "\n".join(filter(None, found))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("told", [False, True], ids=["all", "positions"])
 def test_wherever_tiles_begin_and_end_tokens_count_once(told: bool, device: torch.device) -> None:
     # Of the sequence, the causal limit and the window, each edge meets each place within a tile of 32 tokens.
@@ -157,6 +162,7 @@ def test_parts_of_sequences_merge_to_the_whole(dtype: torch.dtype, device: torch
     assert not found, "\n".join(found)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("call", [paged.attend, tables.attend], ids=["triton", "torch"])
 def test_rows_of_one_and_of_many_queries_go_together(call: Any, dtype: torch.dtype, device: torch.device) -> None:
@@ -286,6 +292,7 @@ def test_an_empty_batch_and_an_empty_table_are_no_error(device: torch.device) ->
     assert out.shape == (0, 2, 1, 64)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("scale", [0.0, -0.3, 1e-30, 5.0])
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
 def test_any_scale_is_meant(scale: float, softcap: float, device: torch.device) -> None:
@@ -316,6 +323,7 @@ def test_any_layout_of_masks_queries_and_lengths_is_meant(kind: torch.dtype, dev
     assert torch.equal(call(query, mask, 50), plain)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("where", ["query", "key", "value"])
 def test_nan_and_infinity_show_where_torch_shows_them(where: str, dtype: torch.dtype, device: torch.device) -> None:

@@ -37,6 +37,7 @@ def _no_hanging() -> Iterator[None]:
 # Every order, one thread at a time
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("seed", range(WALKS))
 def test_threads_that_take_turns_hold_what_dense_caches_hold(engine: str, seed: int, monkeypatch: Patch) -> None:
@@ -47,12 +48,14 @@ def test_threads_that_take_turns_hold_what_dense_caches_hold(engine: str, seed: 
     assert turns.switches > 20
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("seed", range(BUSY_WALKS))
 def test_three_threads_that_change_places_often_hold_what_dense_caches_hold(engine: str, seed: int) -> None:
     Walk(20_000 + seed, ENGINES[engine](seed), members=3, turns=Turns(seed, chance=0.5)).run_in_turns(20)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("seed", range(max(1, BUSY_WALKS // 4)))
 def test_threads_that_park_and_continue_hold_what_dense_caches_hold(engine: str, seed: int) -> None:
@@ -119,6 +122,7 @@ def test_a_policy_that_wants_more_room_than_there_is_ends() -> None:
     Walk(995, ENGINES["held, any order"](95), members=3, turns=Turns(95, chance=0.5)).run_in_turns(20)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("act", ACTS, ids=lambda act: act.__name__)
 @pytest.mark.parametrize("read", READS)
 def test_a_reader_reads_right_whatever_happens_where_it_lets_go_of_the_lock(

@@ -19,6 +19,7 @@ STEPS = 125
 WALKS = -(-OPERATIONS // STEPS)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_caches_on_one_memory_hold_what_dense_caches_hold(engine: str) -> None:
     kinds = list(ENGINES)
@@ -37,6 +38,7 @@ def test_caches_on_a_memory_without_a_device_tier_hold_what_dense_caches_hold(se
     walk(1000 + seed, STEPS, device=(None,))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_caches_that_park_and_continue_hold_what_dense_caches_hold(engine: str) -> None:
     followed = 0
@@ -50,12 +52,14 @@ def test_caches_that_park_and_continue_hold_what_dense_caches_hold(engine: str) 
     assert followed
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("seed", range(2))
 def test_a_cache_with_a_memory_of_its_own_holds_what_a_dense_cache_holds(engine: str, seed: int) -> None:
     walk(2000 + seed, STEPS, engine=ENGINES[engine](seed), private=True, device=(None, 6_000, 20_000))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", sorted(POLICIES.keys() - {"default"}))
 def test_under_every_policy_with_a_name_caches_hold_what_dense_caches_hold(name: str, engine: str) -> None:

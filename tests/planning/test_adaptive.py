@@ -220,6 +220,7 @@ def test_a_burst_of_three_steps_changes_nothing() -> None:
     ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("steps", [20, 60])
 @pytest.mark.parametrize(
     "while_it_lasts",
@@ -239,6 +240,7 @@ def test_after_a_disturbance_it_is_as_good_as_before(while_it_lasts: dict[str, f
     assert seconds_of(trial, 50) <= 1.05 * best_fixed(LOAD, machine, 5, 700 + steps, tail=50)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "wrong",
     [{"host": 8e9}, {"host": 600e9}, {"up": 2.5e9}, {"up": 250e9}, {"host_overhead": 5e-3}, {"device": 1.5e11}],
@@ -312,6 +314,7 @@ def test_fetching_that_hides_behind_a_step_costs_nothing(seed: int) -> None:
     assert seconds_of(trial, 50) <= 1.01 * seconds_of(resident, 50)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(6))
 def test_so_it_is_where_the_host_is_of_use_and_copies_have_overheads(seed: int) -> None:
     """With the rates of a machine that was measured, at any part of the step that the copies take up to nine tenths."""
@@ -447,6 +450,7 @@ def test_its_answer_does_not_depend_on_what_other_caches_do() -> None:
     assert [x.prediction.share for x in shared.decisions(1)] == [x.prediction.share for x in alone.decisions(1)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", [2003, 2083])
 @pytest.mark.parametrize("period", [2, 8, 16])
 def test_a_link_that_goes_to_and_fro_does_not_make_it_flap(period: int, seed: int) -> None:

@@ -81,6 +81,7 @@ def interrupted_at(model: PreTrainedModel, step: int, error: type[BaseException]
         yield
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("error", [PulledThePlug, KeyboardInterrupt])
 @pytest.mark.parametrize("step", [0, 1, 4], ids=["prefill", "first_decode", "later"])
 def test_crop_0_drops_an_unfinished_step(
@@ -101,6 +102,7 @@ def test_crop_0_drops_an_unfinished_step(
     cache.check_integrity()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek_v3"])
 @pytest.mark.parametrize("step", [0, 4], ids=["prefill", "later"])
 def test_reset_after_an_interruption_is_a_new_start(
@@ -266,6 +268,7 @@ def _in_a_thread(act: Callable[[], Any]) -> list[BaseException]:
     return raised
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("intrusion", INTRUSIONS)
 @pytest.mark.parametrize("step", [0, 3], ids=["prefill", "decode"])
 def test_a_second_thread_in_the_middle_of_a_forward_is_refused(

@@ -24,7 +24,7 @@ from kvtier.hf.cache import recurrent
 from kvtier.hf.models.generation import cache_argument
 
 # Some of these types keep all KV next to something else: that the cache then saves nothing is told elsewhere.
-pytestmark = pytest.mark.filterwarnings("ignore:No layer of this model:RuntimeWarning")
+pytestmark = [pytest.mark.filterwarnings("ignore:No layer of this model:RuntimeWarning"), pytest.mark.sampled(3)]
 
 IDS = prompt_ids(rows=2, length=24)
 _LINEAR = {
