@@ -78,19 +78,21 @@ NEO_LEAST = {"2 x h100": 1.14, "t4": 3.0}
 def run(bench: Bench) -> None:
     """Run the scenario; `--rounds` is the number of random loads."""
     if bench.selected("trials"):
-        _draw(bench, "trials", "price, x the better of swap and recompute", _trials(bench))
+        axes = "loads, sorted", "seconds until all have ended, x the better way"
+        _draw(bench, "trials", *axes, _trials(bench), {"target": 1.02})
     if bench.selected("fair"):
         if bench.settings.trace is None:
             print("without --trace PATH, fair scheduling is not replayed\n")
         else:
-            found = _fair(bench, bench.settings.trace)
-            _draw(bench, "fair", "seconds to the first token by rate: mean, and p99 (dashed)", found)
+            axes = "arrivals, x the trace's", "seconds to the first token: mean, and p99 (dashed)"
+            _draw(bench, "fair", *axes, _fair(bench, bench.settings.trace))
     if bench.selected("adaptivellm"):
         _adaptivellm(bench)
     if bench.selected("pensieve"):
-        _draw(bench, "pensieve", "p90 seconds per token, by turns per second", _pensieve(bench))
+        _draw(bench, "pensieve", "turns per second", "p90 of seconds per token", _pensieve(bench), {"limit": 0.1})
     if bench.selected("neo"):
-        _draw(bench, "neo", "tokens per second, x the device alone, by tokens of an answer", _neo(bench))
+        most = {f"{name}: most in the paper": machine[-1] for name, machine in NEO.items()}
+        _draw(bench, "neo", "tokens of an answer", "tokens per second, x the device alone", _neo(bench), most)
 
 
 def _trials(bench: Bench) -> dict[str, list[tuple[float, float]]]:
@@ -282,8 +284,21 @@ def _rounded(figures: Mapping[str, float]) -> dict[str, float]:
     return {name: round(x, 5) for name, x in figures.items()}
 
 
-def _draw(bench: Bench, case: str, title: str, lines: Mapping[str, Sequence[tuple[float, float]]]) -> None:
-    """The picture of a case, where matplotlib is installed."""
+def _draw(
+    bench: Bench,
+    case: str,
+    x: str,
+    y: str,
+    lines: Mapping[str, Sequence[tuple[float, float]]],
+    levels: Mapping[str, float] | None = None,
+) -> None:
+    """The picture of a case, where matplotlib is installed.
+
+    Args:
+        x, y: what the axes show.
+        lines: by name; a p99 is dashed, in the colour of its mean.
+        levels: by name, shown dotted: in the colour of the line that the name begins with.
+    """
     with contextlib.suppress(ImportError):
         from matplotlib.figure import Figure
 
@@ -298,11 +313,14 @@ def _draw(bench: Bench, case: str, title: str, lines: Mapping[str, Sequence[tupl
             color = colors.setdefault(kind, f"C{len(colors)}")
             label = name if kind == name else None
             axes.plot(*zip(*points, strict=True), color=color, ls="-" if label else "--", marker=".", label=label)
-        axes.set_title(title, fontsize=10)
+        for name, level in (levels or {}).items():
+            axes.axhline(level, color=colors.get(name.partition(":")[0], "0.5"), linestyle=":", label=name)
         if len(lines) > 1:
             axes.set_yscale("log")
-        else:
-            axes.axhline(1.02, color="0.5", linestyle=":")
+            for axis in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+                axis("{x:g}")
+        axes.set_xlabel(x)
+        axes.set_ylabel(y)
         axes.legend(fontsize=8)
         axes.grid(alpha=0.3)
         name = f"{NAME}-{case}.png"
