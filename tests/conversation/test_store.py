@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import random
 import threading
@@ -747,6 +748,32 @@ def test_what_is_re_used_makes_no_call_fail_that_has_room_without(name: str) -> 
             why.add(store.reuse[0].why)
             store.check_integrity()
     assert why == {"", "no room for what is kept and the rest of the call"}
+
+
+def test_a_streamer_is_told_a_prompt_once_though_it_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What leaves the prompt out of what it shows expects it first, and would show it as the answer."""
+    model, begin = tiny_model("llama"), some_ids(20)
+    prepare, told = model.prepare_inputs_for_generation, list[list[int]]()
+
+    @functools.wraps(prepare)
+    def whole(ids: torch.Tensor, **options: Any) -> Any:
+        monkeypatch.undo()  # of the first forward only
+        return prepare(ids, **options) | {"input_ids": ids}
+
+    class Streamer:
+        def put(self, value: torch.Tensor) -> None:
+            told.append(value.reshape(-1).tolist())
+
+        def end(self) -> None:
+            told.append([])
+
+    with store_of(model) as store:
+        inputs = ones(grown(store.generate(**ones(begin), **GREEDY)))
+        right = fresh(model, inputs)[0].tolist()
+        monkeypatch.setattr(model, "prepare_inputs_for_generation", whole)
+        assert store.generate(**inputs, streamer=Streamer(), **GREEDY)[0].tolist() == right
+        assert "computes other tokens than the rest of the prompt" in store.reuse[0].why
+        assert told == [right[:-6], *([x] for x in right[-6:]), []]
 
 
 def check_that_a_call_within_is_refused(chat: Conversation) -> None:

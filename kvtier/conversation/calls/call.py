@@ -36,6 +36,7 @@ class Call:
         name: of the conversation that it is a turn of; None: of none.
         epoch: of what is kept, when the call began; see `Kept`.
         refused: there was no room for the rest of the prompt behind what was there, or was computed first.
+        told: `generate` was called with it: a streamer has the prompt.
     """
 
     ids: torch.Tensor
@@ -53,6 +54,7 @@ class Call:
     name: str | None = None
     epoch: int = 0
     refused: bool = False
+    told: bool = False
 
     def reuse(self, columns: int) -> tuple[RowReuse, ...]:
         """What each row begins with, of so many columns that are there."""

@@ -52,6 +52,28 @@ class _Run:
         self.prefilled = False
 
 
+class _Told:
+    """A streamer that has the prompt of a call, which is generated again from the beginning: the prompt comes again,
+    and is not told again.
+
+    Args:
+        streamer: of the call.
+    """
+
+    def __init__(self, streamer: Any) -> None:
+        self._streamer = streamer
+        self._is_told = False
+
+    def put(self, value: torch.Tensor) -> None:
+        """As of a streamer: the prompt at the first call, tokens at each that follows."""
+        if self._is_told:
+            self._streamer.put(value)
+        self._is_told = True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._streamer, name)
+
+
 class PrefixReuse:
     """Generates with a model from what is kept.
 
@@ -133,6 +155,9 @@ class PrefixReuse:
                     run.cached, call.why = 0, _IN_ITSELF
                     reuse = call.reuse(0)
             cache.prompt = self._tokens(call, call.ids.shape[1]) if cache.get_seq_length() else None
+            if call.told and kwargs.get("streamer") is not None:
+                kwargs = kwargs | {"streamer": _Told(kwargs["streamer"])}
+            call.told = True
             out = self._model.generate(call.ids, attention_mask=call.mask, **{CACHE: cache}, **kwargs)
         except BaseException:
             # What is whole is kept: the next call continues it.
