@@ -220,7 +220,9 @@ class Conversation:
         with self.store.in_use():  # until what was said is saved
             out, said = self._generate(ids, dict(attention_mask=torch.ones_like(ids), **kwargs))
             rows = out if isinstance(out, torch.Tensor) else out.sequences
-            answer = str(tokenizer.decode(rows[0, ids.shape[1] :], skip_special_tokens=True))
+            # A decoder gives the prompt, too; that of an encoder-decoder has none.
+            start = 0 if self.store.model.config.is_encoder_decoder else ids.shape[1]
+            answer = str(tokenizer.decode(rows[0, start:], skip_special_tokens=True))
             messages.append({"role": "assistant", "content": answer})
             ends = {**self._ends_in(said, tokenizer, messages), len(messages): len(said)}
             # When nothing can fail any more: it is as it was, or has the whole turn.

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from families import VOCAB, build_model
-from test_store import GREEDY, ones, some_ids, store_of
+from test_store import GREEDY, Tokenizer, ones, some_ids, store_of
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
@@ -86,6 +86,15 @@ def test_a_decoder_gets_an_output_of_the_class_that_it_reads() -> None:
     with found.store:
         for computed in (1, 0, 0):
             assert found.ask(ones(some_ids(20))) == computed
+
+
+def test_an_answer_in_a_chat_is_all_that_the_decoder_gives(encoded: Encoded) -> None:
+    chat, tokenizer = encoded.store.open("a"), Tokenizer()
+    for words in ("Who are you?", "And what?"):
+        prompt = tokenizer.apply_chat_template([*chat.messages, {"role": "user", "content": words}])
+        right = encoded.model.generate(**ones(torch.tensor([prompt])), **GREEDY)[0]
+        assert chat.send(words, tokenizer=tokenizer, **GREEDY) == tokenizer.decode(right)
+        assert chat.ids == right.tolist()
 
 
 def test_other_inputs_are_computed(encoded: Encoded) -> None:
