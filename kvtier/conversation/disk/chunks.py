@@ -102,7 +102,10 @@ class Chunks:
 
     def find(self, key: str, ids: bytes) -> tuple[int, Chunk | None]:
         """The longest beginning of a sequence that is there: tokens, and the chunk that has the last of them."""
-        return self._index.find(key, ids)
+        length, chunk = self._index.find(key, ids)
+        while chunk is not None and chunk.start >= length:
+            chunk = chunk.parent  # what goes on from these tokens was found, and has none of them
+        return length, chunk
 
     def ends(self, key: str, ids: bytes) -> list[Chunk]:
         """The chunks at whose end a sequence begins with all that is there, the longest first."""

@@ -136,6 +136,17 @@ def test_what_was_used_longest_ago_goes_first_whatever_the_clock_and_the_numbers
     disk.close()
 
 
+def test_what_is_found_has_the_last_of_the_tokens_though_others_go_on_before_its_end(tmp_path: Path) -> None:
+    disk = disk_of(tmp_path)
+    for n in range(1, 5):
+        assert save(disk, [0] * 10 * n + [n] * 10)  # from the middle of the one before on
+    for tokens, number in ((1, 1), (10, 1), (11, 2), (20, 2), (25, 3), (35, 4)):
+        length, chunk = disk.find("k", packed([0] * tokens + [9]))
+        assert chunk is not None
+        assert (length, chunk.number) == (tokens, number)
+    disk.close()
+
+
 def test_a_row_whose_file_is_gone_is_forgotten_when_the_folder_is_opened(tmp_path: Path) -> None:
     disk = disk_of(tmp_path)
     for ids in ([1] * 20, [1] * 30, [1] * 45, [2] * 20):

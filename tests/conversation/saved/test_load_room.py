@@ -109,6 +109,27 @@ def test_what_the_budget_has_no_room_for_makes_nothing_go_though_it_is_parted(
         assert sorted(tmp_path.glob("*.safetensors")) == before
 
 
+def test_a_long_history_that_begins_the_same_gives_room_to_a_new_one(tmp_path: Path) -> None:
+    """Each of its turns goes on before the end of the one before, as where a template leaves out some of an answer."""
+    model, ids = tiny_model("llama"), some_ids(60)
+    with store_of(model, directory=tmp_path) as store:
+        for n in range(5):
+            out = store.generate(**ones(ids), **GREEDY)
+            ids = torch.cat([out[:, :-3], some_ids(60, seed=n + 1)], 1)
+        store.flush()
+        budget = store.stats.saved_bytes + 20_000
+    new = ones(torch.cat([ids[:, :1], some_ids(150, seed=9)], 1))
+    with store_of(model, directory=tmp_path, disk_budget=budget) as store:
+        store.generate(**new, **GREEDY)
+        store.flush()
+        assert store.stats.problem == ""
+    with store_of(model, directory=tmp_path, disk_budget=budget) as store:
+        store.generate(**new, **GREEDY)
+        assert store.reuse[0].loaded == 150
+        store.generate(**ones(ids[:, :60]), **GREEDY)
+        assert store.reuse[0].loaded >= 50, "its beginning is there"
+
+
 # Interrupted
 
 
