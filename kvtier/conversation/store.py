@@ -301,8 +301,9 @@ class ConversationStore:
         with self.in_use():
             chat = self.find(name) if erase else None
             if chat is not None:
-                start = shared(chat, self.conversations)
-                remove(chat.salt, ids_of(vars(chat)), start, self.memory, self._kept, self._disk_tier)
+                ids, start = ids_of(vars(chat)), shared(chat, self.conversations)
+                self._waker.erased(chat.salt, ids, start)
+                remove(chat.salt, ids, start, self.memory, self._kept, self._disk_tier)
             self.conversations.forget(name)
 
     @property

@@ -60,6 +60,11 @@ class Wake:
         return self._ended.is_set()
 
     @property
+    def _salt(self) -> Hashable:
+        """Of the calls that it is for."""
+        return self._key[-1] if isinstance(self._key, tuple) else None
+
+    @property
     def reads(self) -> bool:
         """Whether it reads from the disk still, or is about to."""
         return not (self._was_loaded.is_set() or self._ended.is_set())
@@ -202,6 +207,18 @@ class Waker:
             if loading:
                 wake._was_loaded.wait()
             wake.cancel()
+
+    def erased(self, salt: Hashable, ids: bytes, start: int) -> None:
+        """What follows the first `start` tokens of a sequence is about to be removed, under every key of a salt: what
+        wakes it ends. Returns when none of it is being read, for what was read would be kept."""
+        with self._lock:
+            mine = [x for x in self._queue if x._salt == salt and common(x._ids, ids) > start]
+        for wake in mine:
+            wake.cancel()
+            with self._memory.lock, self._memory.change:
+                loading = self._loading is wake
+            if loading:
+                wake._ended.wait()
 
     def stop(self) -> None:
         """Cancel every wake, and return when none is under way."""

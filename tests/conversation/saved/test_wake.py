@@ -561,3 +561,27 @@ def test_without_a_lower_and_a_higher_tier_a_wake_does_nothing() -> None:
         assert not [x for x in threading.enumerate() if x.name == "kvtier-waking"]
     with store_of(tiny_model("llama"), device_budget=DEVICE) as store:
         assert store.open("a").wake(wait=True).promoted == 0, "nothing is kept of it"
+
+
+def test_what_is_erased_while_it_is_read_ahead_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load, has_read, goes_on = Archive.load, threading.Event(), threading.Event()
+
+    def slow(*args: Any, **options: Any) -> Any:
+        found = load(*args, **options)
+        has_read.set()
+        assert goes_on.wait(60)
+        return found
+
+    saved("llama", tmp_path)
+    with store_of(tiny_model("llama"), directory=tmp_path) as store:
+        monkeypatch.setattr(Archive, "load", slow)
+        wake = store.open("0").wake()
+        assert has_read.wait(60)
+        erases = threading.Thread(target=functools.partial(store.forget, "0", erase=True))
+        erases.start()
+        erases.join(0.3)
+        goes_on.set()
+        erases.join()
+        assert wake.wait(60)
+        assert not store.kept.entries
+        store.check_integrity()
