@@ -264,6 +264,19 @@ class Conversations:
                     self._rank_unread(chat, computed_as, ids)
                 else:
                     self._ranks.follow(chat.name, (computed_as, chat.salt), ids, chat.rank)
+            elif not self._owner.closed and chat.name not in self._unread:
+                self._rank_again(chat.name)
+
+    def _rank_again(self, name: str) -> None:
+        """A call has ended whose conversation was forgotten meanwhile. Another one of its name has its rank on its own
+        history, and not on what that call has computed."""
+        known = self._known.get(name)
+        if known is not None:
+            other = known.chat() or records.again(known.says)
+            self._ranks.follow(name, (self._computed_as, other.salt), records.ranked_ids(other), other.rank)
+        elif name in self._known:  # it is read when somebody asks for it
+            self._ranks.forget(name)
+            self._unread.add(name)
 
     def rank(self, chat: Conversation, was: Rank) -> None:
         """A conversation has another rank than it had. Raises BudgetError, see `Conversation.pinned`."""

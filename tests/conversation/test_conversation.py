@@ -292,6 +292,22 @@ def test_a_name_that_is_taken_again_is_that_of_the_new_conversation(tmp_path: Pa
         assert store.open("a").ids == history
 
 
+def test_a_name_that_is_taken_again_has_the_rank_of_the_new_conversation_on_nothing_of_the_old_one() -> None:
+    again = list[Conversation]()
+
+    def closes() -> None:
+        chat.close()
+        again.append(store.open("a", pinned=True))
+
+    with store_of(tiny_model("llama")) as store:
+        chat = store.open("a", pinned=True)
+        chat.generate(**ones(some_ids(40)), **within(closes))
+        assert not any(x.sequence.pinned for x in store.kept.entries.values())
+        again[0].generate(**ones(some_ids(12, seed=3)), **GREEDY)
+        assert sorted(x.sequence.pinned for x in store.kept.entries.values()) == [0, 17]
+        store.check_integrity()
+
+
 def in_another_thread(does: Callable[[], object]) -> BaseException | None:
     """What it raises."""
     found: list[BaseException | None] = [None]
