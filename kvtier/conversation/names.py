@@ -15,7 +15,6 @@ from kvtier.conversation.conversation import Conversation, Store
 from kvtier.conversation.disk.disk import Disk
 from kvtier.conversation.disk.rows.pieces import Written
 from kvtier.conversation.given import check_name
-from kvtier.conversation.index import packed
 from kvtier.conversation.kept.ranks import Ranks
 from kvtier.conversation.saved.soon import Soon
 from kvtier.errors import BudgetError, ClosedError, ConfigError
@@ -280,7 +279,7 @@ class Conversations:
 
     def rank(self, chat: Conversation, was: Rank) -> None:
         """A conversation has another rank than it had. Raises BudgetError, see `Conversation.pinned`."""
-        key, ids = (self._computed_as, chat.salt), packed(chat.ids[:-1])
+        key, ids = (self._computed_as, chat.salt), records.ranked_ids(chat)
         with self._memory.lock, self._memory.change:
             if chat.name in self._unread and was.pinned and chat.rank.pinned:  # a pin is not what is asked for now
                 self._rank_unread(chat, key[0], ids)

@@ -175,6 +175,8 @@ def test_what_are_no_token_ids_stay_what_they_are(ids: Any) -> None:
         others(store)
         others(store)
         assert store.open("a").ids == ids
+        store.open("a").ids = [*ids, *ids]
+        assert store.open("a", pinned=True).ids == [*ids, *ids], "nothing is kept of these"
 
 
 def test_what_a_user_has_changed_is_saved_though_nobody_holds_it(tmp_path: Path) -> None:
