@@ -186,6 +186,7 @@ class Conversations:
         self._known.pop(name, None)
         self._unread.discard(name)
         self._refused.discard(name)
+        self._ranks.forget(name)  # it was in memory before
 
     def _rank_unread(self, chat: Conversation, computed_as: Hashable, ids: bytes) -> None:
         """A conversation that was saved has its rank in memory. A pin takes nothing that running calls were promised,

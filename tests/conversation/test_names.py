@@ -334,3 +334,17 @@ def test_what_nobody_can_compute_again_is_saved_before_keys_and_values(
         monkeypatch.setattr(store._disk_tier, "flush", flushed)
         store.flush()
         assert saved == [chat.messages]
+
+
+def test_a_pinned_conversation_that_is_damaged_when_it_is_read_again_pins_nothing(tmp_path: Path) -> None:
+    """Nobody could unpin it."""
+    with store_of(tiny_model("llama"), directory=tmp_path) as store:
+        store.open("a", pinned=True).generate(**ones(some_ids(20)), **GREEDY)
+        others(store)
+        assert store.conversations._known["a"] is None
+        assert any(x.sequence.pinned for x in store.kept.entries.values())
+        assert store._disk_tier is not None
+        store._disk_tier.disk._manifest.db.execute("UPDATE conversations SET digest = x'00' WHERE name = ?", (b"a",))
+        assert store.find("a") is None
+        assert not any(x.sequence.pinned for x in store.kept.entries.values())
+        store.check_integrity()
