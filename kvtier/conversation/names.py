@@ -360,7 +360,8 @@ class Conversations:
                 chat = self._in_memory(name)
                 if self._disk is not None and chat is not None and chat.rank != DEFAULT:
                     self._disk.rank(name, chat.salt, records.ranked_ids(chat), chat.rank, chat.used)
-                    ranked.append(name)
+                    if chat.written.digest is not None:  # else its row may be of another history, or of another rank
+                        ranked.append(name)
         if self._disk is not None:
             self._disk.note_ranks(ranked)
 

@@ -345,6 +345,23 @@ def test_a_store_whose_folder_was_removed_names_the_conversations_that_are_lost(
     assert not (tmp_path / "store").exists()
 
 
+def test_what_is_not_saved_of_a_conversation_does_not_rank_what_is(tmp_path: Path) -> None:
+    """Its row says what it was, and so does the rank there: nobody could unpin what no conversation says is pinned."""
+    model = tiny_model("llama")
+    store = store_of(model, directory=tmp_path)
+    chat = store.open("a")
+    chat.generate(**ones(some_ids(8)), **GREEDY)
+    chat.messages.append({"role": "user", "at": object()})  # of no type that JSON has
+    chat.pinned = True
+    store.flush()
+    with pytest.warns(RuntimeWarning, match="is lost with this store: 'a'. "):
+        store.close()
+    with store_of(model, directory=tmp_path) as store:
+        assert store._disk_tier is not None
+        assert store._disk_tier.disk._order.pinned == []
+        assert not store.open("a").pinned
+
+
 @pytest.mark.parametrize("before", [False, True], ids=["now", "before"])
 def test_what_is_saved_ends_at_a_copy_of_states_or_is_computed(before: bool, tmp_path: Path) -> None:
     """A pinned conversation has the budget of all copies, so that what goes on with it keeps none of its own. A folder
