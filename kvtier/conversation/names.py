@@ -345,7 +345,7 @@ class Conversations:
                 chat = self._in_memory(name)
                 if chat is None or not records.can_be_saved(chat):
                     continue
-                is_new = records.is_blank(chat) and chat.written.digest is None
+                is_new = records.is_blank(chat) and not chat.written.was_saved
                 if not self._save_as_it_is(chat, self._disk) and not is_new:
                     lost.append(name)
         self.let_go()
@@ -407,7 +407,7 @@ class Conversations:
         if known is None or known.chat is not ref:
             return True  # it was opened again, or closed
         chat = records.again(known.says)
-        is_new = records.is_blank(chat) and chat.written.digest is None
+        is_new = records.is_blank(chat) and not chat.written.was_saved
         if not is_new:
             if self._disk is None or not records.can_be_saved(chat):
                 records.pack(known.says)
@@ -441,7 +441,7 @@ class Conversations:
             ClosedError: it is saved, and stays so: the store was closed.
         """
         with self.lock:
-            if self._disk is not None and self._owner.closed and chat.written.digest is not None:
+            if self._disk is not None and self._owner.closed and chat.written.was_saved:
                 raise ClosedError(
                     f"Conversation {chat.name!r} is saved in {self._disk.path}, and its store was closed. Open the "
                     "folder again and `forget` it."

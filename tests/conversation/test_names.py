@@ -348,3 +348,19 @@ def test_a_pinned_conversation_that_is_damaged_when_it_is_read_again_pins_nothin
         assert store.find("a") is None
         assert not any(x.sequence.pinned for x in store.kept.entries.values())
         store.check_integrity()
+
+
+def test_one_that_was_saved_and_is_blank_now_is_lost_where_the_disk_does_not_take_that(tmp_path: Path) -> None:
+    """What it said before is there again in a later process."""
+    store = store_of(tiny_model("llama"), directory=tmp_path)
+    store.open("a").went_on([1, 2, 3])
+    store.flush()
+    assert store._disk_tier is not None
+    database = store._disk_tier.disk._manifest.db
+    database.set_progress_handler(lambda: 1, 1)  # whatever is asked, it is interrupted
+    store.open("a").rewind(tokens=3)
+    others(store)
+    assert "a" in store.names
+    assert store.open("a").ids == []
+    with pytest.warns(RuntimeWarning, match="is lost with this store: 'a'. "):
+        store.close()

@@ -442,6 +442,8 @@ class Disk:
                     self.damaged += 1
                     what = "nothing of it is left" if found is None else "what precedes the damage is left"
                     self.problem = f"conversation {name!r} is damaged: {what}, and what was saved is kept aside"
+                if written is not None:
+                    written.was_saved = found is not None
                 return found
         except (OSError, MemoryError, sqlite3.OperationalError) as error:
             raise ConfigError(

@@ -83,7 +83,7 @@ class ConversationRows:
                 self._set_aside(packed)
             known = lists if was is not None and was == now else {}
             digest, lists = self._write(packed, state, rank or 0, known)
-        written.digest, written.lists = digest, lists
+        written.was_saved, written.digest, written.lists = True, digest, lists
 
     def _write(
         self, name: bytes, state: Mapping[str, Any], ranked: str | int, known: Mapping[str, Listed]

@@ -91,10 +91,12 @@ class Written:
     Attributes:
         digest: of the conversation's row; None: nothing is known.
         lists: each of its lists.
+        was_saved: whether it was saved once: then something of it is on the disk, also where a later save has failed.
     """
 
     digest: bytes | None = None
     lists: dict[str, Listed] = field(default_factory=dict)
+    was_saved: bool = False
 
 
 def digest(name: bytes, text: str) -> bytes:
