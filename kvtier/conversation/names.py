@@ -463,8 +463,20 @@ class Conversations:
 
 def what_is_lost(names: Sequence[str], disk: Disk) -> str:
     """What to say of conversations that the disk did not take when their store was closed."""
-    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
     return (
-        f"Of these conversations, what was not saved in {disk.path} before is lost with this store: "
-        f"{', '.join(map(repr, names[:MOST_NAMED]))}{more}. {disk.problem}"
+        f"Of these conversations, what was not saved in {disk.path} before is lost with this store: {_some(names)}. "
+        f"{disk.problem}"
     )
+
+
+def what_is_left(disk: Disk) -> str:
+    """What to say of conversations that were forgotten and that the disk did not remove when their store was closed."""
+    return (
+        f"These conversations were forgotten, and what they said is in {disk.path} still: "
+        f"{_some(sorted(disk.forgotten))}. {disk.problem}. Open the folder again, and `forget` them."
+    )
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return f"{', '.join(map(repr, names[:MOST_NAMED]))}{more}"

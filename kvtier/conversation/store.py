@@ -38,7 +38,7 @@ from kvtier.conversation.journal import note_forward
 from kvtier.conversation.kept.kept import Kept
 from kvtier.conversation.kept.ranks import rank_of
 from kvtier.conversation.kept.verify import verify
-from kvtier.conversation.names import Conversations, what_is_lost
+from kvtier.conversation.names import Conversations, what_is_left, what_is_lost
 from kvtier.conversation.saved.disk_tier import DiskTier, prefix
 from kvtier.conversation.saved.wake import Wake, Waker
 from kvtier.errors import BudgetError, ConfigError, CorruptionError, StoreInUseError, UnsupportedError
@@ -479,7 +479,7 @@ class ConversationStore:
 
     def close(self) -> None:
         """Drop all that is kept and leave the model as it was. Idempotent. A `RuntimeWarning` names the conversations
-        that the disk did not take.
+        that the disk did not take, and another one those that were forgotten and that it did not remove.
 
         Raises:
             ConcurrentUseError: another thread is generating, or this one is: what it calls cannot close it.
@@ -501,12 +501,17 @@ class ConversationStore:
         self._generating.encoder.clear()
         self.caches.close()
         self._kept.close()
-        if self._disk_tier is not None:
-            self._disk_tier.close()
+        tier, was_open = self._disk_tier, False
+        if tier is not None:
+            was_open = not tier.disk.closed
+            tier.close()
         if self._own:
             self.memory.close()
-        if lost and self._disk_tier is not None:  # last: where warnings are errors, all is closed
-            warnings.warn(what_is_lost(lost, self._disk_tier.disk), RuntimeWarning, stacklevel=2)
+        # Last: where warnings are errors, all is closed.
+        if lost and tier is not None:
+            warnings.warn(what_is_lost(lost, tier.disk), RuntimeWarning, stacklevel=2)
+        if was_open and tier is not None and tier.disk.forgotten and not tier.disk.is_inherited:
+            warnings.warn(what_is_left(tier.disk), RuntimeWarning, stacklevel=2)
 
     def __enter__(self) -> ConversationStore:
         self._under_way.check_open()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sqlite3
 import sys
 import threading
 import tracemalloc
@@ -19,6 +20,7 @@ from kvtier import ClosedError, ConcurrentUseError, ConfigError, ConversationSto
 from kvtier.conversation import names
 from kvtier.conversation.conversation import Conversation
 from kvtier.conversation.disk.disk import Disk
+from kvtier.conversation.disk.rows.conversations import ConversationRows
 from kvtier.conversation.names import MOST_IDLE, OtherSaltError
 
 
@@ -364,3 +366,33 @@ def test_one_that_was_saved_and_is_blank_now_is_lost_where_the_disk_does_not_tak
     assert store.open("a").ids == []
     with pytest.warns(RuntimeWarning, match="is lost with this store: 'a'. "):
         store.close()
+
+
+def test_a_store_that_closes_names_the_conversations_that_are_forgotten_and_not_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are there again in a later process."""
+
+    def fails(*args: Any) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    store = store_of(tiny_model("llama"), directory=tmp_path)
+    for name in "abc":
+        store.open(name).went_on([1, 2, 3])
+    store.flush()
+    store.forget("c")
+    with monkeypatch.context() as patch:
+        patch.setattr(ConversationRows, "drop", fails)
+        store.forget("a")
+        assert store.names == ["b"]
+        with pytest.warns(
+            RuntimeWarning, match="were forgotten, and what they said is in .* still: 'a'. .*full"
+        ) as found:
+            store.close()
+        assert len(found) == 1
+        store.close()
+    with store_of(tiny_model("llama"), directory=tmp_path) as store:
+        assert store.names == ["a", "b"]
+        store.forget("a")
+    with store_of(tiny_model("llama"), directory=tmp_path) as store:
+        assert store.names == ["b"]

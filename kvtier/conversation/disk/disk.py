@@ -82,8 +82,8 @@ class Disk:
         self._chunks = Chunks()
         self._order = Order(self._chunks, stateful)
         self.others = dict[str, int]()
-        # Conversations that are not, or perhaps not, removed from the manifest yet.
-        self._forgotten = set[str]()
+        #: Conversations that were forgotten and are not, or perhaps not, removed from the manifest yet.
+        self.forgotten = set[str]()
         # Whether the manifest's log may hold words of those that were removed.
         self._tells = False
         self._folder = Folder(directory)
@@ -348,7 +348,7 @@ class Disk:
             with noting([ranked]):
                 self._conversations.save(name, state, "" if ranked is None else ranked.said(ranked.tips), written)
             is_saved = True
-            self._forgotten.discard(name)
+            self.forgotten.discard(name)
             if self._is_settled():
                 self.problem = self.room.give_way(self.clock) or self.problem
         self._sweep()
@@ -360,17 +360,17 @@ class Disk:
         with self._lock:
             self._check_open()
             self._order.forget(name)
-            self._forgotten.add(name)
+            self.forgotten.add(name)
             self._drop_forgotten()
 
     def _drop_forgotten(self) -> None:
         if self._folder.is_inherited:
             self.problem = self._folder.left_alone
             return
-        for name in list(self._forgotten):
+        for name in list(self.forgotten):
             with self._telling(f"conversation {name!r} was not removed"):
                 self._conversations.drop(name)
-                self._forgotten.discard(name)
+                self.forgotten.discard(name)
                 self._tells = True
         self.room.count()
 
@@ -474,7 +474,7 @@ class Disk:
     def close(self) -> None:
         """Let others open the folder. Idempotent; where it was cut short, the next call goes on."""
         with self._writing, self._lock:
-            if not self.closed and self._forgotten and self._folder.there():
+            if not self.closed and self.forgotten and self._folder.there():
                 self._drop_forgotten()
             is_open = not self.closed and self._folder.there()  # never in a process that was forked
             if is_open and self._is_settled() and self._chunks.unsaved:
