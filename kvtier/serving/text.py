@@ -23,12 +23,15 @@ class TextStream:
     Args:
         tokenizer: of Transformers.
         skip_special_tokens: whether they are left out.
+        silent: others that are left out.
     """
 
-    def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Any, *, skip_special_tokens: bool = True, silent: frozenset[int] = frozenset()
+    ) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
-        self._silent = _silent(tokenizer) if skip_special_tokens else frozenset()
+        self._silent = silent | (_silent(tokenizer) if skip_special_tokens else frozenset())
         self._tokens: list[int] = []  # the last of those that were said, and those that were not
         self._said = 0
         self._early = 0  # characters of the others that were said, for only the last one has not come whole
@@ -133,7 +136,7 @@ class StopsInAnswer:
         strings: none of them empty.
         prompt: tokens of the prompt.
         least: tokens of the answer; a string does not count that ends in them.
-        skip_special_tokens: whether they are left out of the text.
+        skip_special_tokens, silent: what is left out of the text, see `TextStream`.
 
     Attributes:
         on_host: an engine gives it ids on the host, wherever the model is.
@@ -142,17 +145,24 @@ class StopsInAnswer:
     on_host = True
 
     def __init__(
-        self, tokenizer: Any, strings: Sequence[str], prompt: int, *, least: int = 0, skip_special_tokens: bool = True
+        self,
+        tokenizer: Any,
+        strings: Sequence[str],
+        prompt: int,
+        *,
+        least: int = 0,
+        skip_special_tokens: bool = True,
+        silent: frozenset[int] = frozenset(),
     ) -> None:
         self._tokenizer = tokenizer
         self._strings = tuple(strings)
         self._prompt = prompt
         self._least = least
-        self._skip = skip_special_tokens
+        self._skip, self._silent = skip_special_tokens, silent
         self._begin()
 
     def _begin(self) -> None:
-        self._text = TextStream(self._tokenizer, skip_special_tokens=self._skip)
+        self._text = TextStream(self._tokenizer, skip_special_tokens=self._skip, silent=self._silent)
         self._cutter = StopCutter(self._strings)
         self._read = self._prompt
 

@@ -48,6 +48,7 @@ class Answer:
         stop: strings that end it, and are no part of it.
         parser: of what the model writes; None: all of it is text.
         least: tokens of the answer; a string does not end it that ends in them.
+        silent: tokens that have no text, though the parser reads special ones.
 
     Attributes:
         tokens: of the sequence, up to where it ends for the client.
@@ -56,12 +57,19 @@ class Answer:
         called: whether it calls a tool.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), parser: Any = None, least: int = 0) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        stop: Sequence[str] = (),
+        parser: Any = None,
+        least: int = 0,
+        silent: frozenset[int] = frozenset(),
+    ) -> None:
         self._tokenizer = tokenizer
         self._stop = stop
         self._least = least
-        self._skips = parser is None  # a parser reads special tokens
-        self._text = TextStream(tokenizer, skip_special_tokens=self._skips)
+        self._skips, self._silent = parser is None, silent  # a parser reads special tokens
+        self._text = TextStream(tokenizer, skip_special_tokens=self._skips, silent=silent)
         self._cutter = StopCutter(stop)
         self._parser = parser
         self._logs: list[TokenLog] = []
@@ -72,7 +80,8 @@ class Answer:
 
     def criterion(self, prompt: int) -> StopsInAnswer:
         """What ends a sequence behind a prompt of so many tokens where this answer, which has stop strings, ends."""
-        return StopsInAnswer(self._tokenizer, self._stop, prompt, least=self._least, skip_special_tokens=self._skips)
+        options: dict[str, Any] = {"skip_special_tokens": self._skips, "silent": self._silent}
+        return StopsInAnswer(self._tokenizer, self._stop, prompt, least=self._least, **options)
 
     def feed(self, output: RequestOutput) -> list[Part]:
         """What is new in a request's output."""

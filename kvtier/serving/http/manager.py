@@ -24,7 +24,7 @@ from kvtier.hf.models import generation as of
 from kvtier.serving.engine import Engine
 from kvtier.serving.http.answers import Answer, Answers
 from kvtier.serving.http.metrics import Metrics
-from kvtier.serving.http.parsing import Parser
+from kvtier.serving.http.parsing import Parser, unread_ends
 from kvtier.serving.http.requests.asked import Asked
 from kvtier.serving.http.requests.keys import Caller, Keys, Visit
 from kvtier.serving.http.requests.refusals import Refusal, invalid, refusal_of_asked, shutting_down, too_long
@@ -155,8 +155,10 @@ class EngineManager(BaseGenerateManager):
             text = f"{sequences} answers are asked for, and no more than {most} requests may wait here: ask for less."
             raise Refusal(400, text, code="too_many_answers", param="n" if asked.count > 1 else "prompt")
         lengths = [self._length(len(ids), asked, default_tokens) for ids in prompts]
+        parsers, own = parsers or [None] * sequences, self.engine.model.generation_config.eos_token_id
+        silent = unread_ends(self.tokenizer, parsers[0], asked.settings.get("eos_token_id", own))
         answers = Answers(
-            [Answer(self.tokenizer, asked.stop, parser, _least(asked)) for parser in parsers or [None] * sequences],
+            [Answer(self.tokenizer, asked.stop, parser, _least(asked), silent) for parser in parsers],
             asked.count,
             [len(ids) for ids in prompts],
             self._cancel,

@@ -29,6 +29,24 @@ def parsers_of(tokenizer: Any, model: Any, ids: Sequence[int], tools: Any, count
     return [first, *(first.copy() for _ in range(count - 1))]
 
 
+def unread_ends(tokenizer: Any, parser: Any, ends: Any) -> frozenset[int]:
+    """Of the tokens that end an answer the special ones that its parser does not read: to it they would be text.
+    Transformers' template of a family names the end tokens of its first models, and others end with their own.
+
+    Args:
+        parser: None: of an answer that is all text, which has no special tokens.
+        ends: a token id, or several; None: there are none.
+    """
+    if parser is None or ends is None:
+        return frozenset()
+    there = [x for x in ([ends] if isinstance(ends, int) else ends) if 0 <= x < len(tokenizer)]
+    return frozenset(
+        x
+        for x in there
+        if not tokenizer.decode([x], skip_special_tokens=True) and not parser.reads(tokenizer.decode([x]))
+    )
+
+
 class Parser(ResponseParser):
     """Transformers' parser of one answer, for whatever a model writes.
 
@@ -55,6 +73,11 @@ class Parser(ResponseParser):
         made = cls.__new__(cls)
         made.__dict__.update(vars(other), initial_events=[], _region=0, _own=len(other._buffer))
         return made
+
+    def reads(self, text: str) -> bool:
+        """Whether a region begins or ends with what is in this text."""
+        marks = [mark for each in self._spec.fields.values() for mark in (each.open_re, each.close_re) if mark]
+        return any(found.end() > found.start() for mark in marks for found in mark.finditer(text))
 
     def finalize(self) -> tuple[dict[str, Any], list[Event]]:
         """See `ResponseParser`. Fields that the template requires may be missing: the rest is said all the same."""

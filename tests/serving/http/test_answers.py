@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import pytest
 from transformers.cli.serving import utils
 
 from kvtier.serving.http.answers import Answer, Part
-from kvtier.serving.http.parsing import Parser, parsers_of
+from kvtier.serving.http.parsing import Parser, parsers_of, unread_ends
 from kvtier.serving.request import RequestOutput
 
 CALL = '{"name": "look_up", "arguments": {"word": "naïve"}}'
@@ -28,11 +29,12 @@ def parts_of(
     reason: str = "stop",
     begun: str = "",
     model_type: str = "qwen3",
+    silent: frozenset[int] = frozenset(),
 ) -> list[Part]:
     """The parts of an answer whose tokens come in portions, and whose beginning is in the prompt."""
     prompt = tokenizer(f"<|im_start|>assistant\n{begun}")["input_ids"]
     (parser,) = parsers_of(tokenizer, SimpleNamespace(config=SimpleNamespace(model_type=model_type)), prompt, None)
-    answer, output, rng = Answer(tokenizer, stop, parser), RequestOutput("a", prompt), random.Random(seed)
+    answer, output, rng = Answer(tokenizer, stop, parser, 0, silent), RequestOutput("a", prompt), random.Random(seed)
     output.logprobs = []
     found: list[Part] = []
     for token in tokenizer(text)["input_ids"]:
@@ -160,3 +162,19 @@ def test_a_stop_string_ends_what_the_parser_sees(trained: tuple[Any, Any]) -> No
     found = parts_of(trained[1], f"{THOUGHT}{SAID} And more.", 2, stop=("me",), reason="length")
     assert "".join(part.text for part in found) == "Let "
     assert found[-1].reason == "stop"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_an_end_token_that_the_parser_does_not_know_is_no_text(trained: tuple[Any, Any], seed: int) -> None:
+    """A model of a family that Transformers has a template for may end with a token of its own."""
+    tokenizer = copy.deepcopy(trained[1])
+    tokenizer.add_tokens(["<own_end>"], special_tokens=True)
+    own, known = tokenizer.convert_tokens_to_ids("<own_end>"), tokenizer.eos_token_id
+    (parser,) = parsers_of(tokenizer, SimpleNamespace(config=SimpleNamespace(model_type="qwen3")), [], None)
+    silent = unread_ends(tokenizer, parser, [own, known, -1, 1 << 40])
+    assert silent == {own}, "what is known the parser reads: it takes the spaces before it away"
+    assert unread_ends(tokenizer, None, own) == unread_ends(tokenizer, parser, None) == frozenset()
+    found = parts_of(tokenizer, f"{THOUGHT}{SAID}<own_end>", seed, silent=silent)
+    assert text_and_calls(found) == (SAID, [])
+    found = parts_of(tokenizer, f"{THOUGHT}{SAID}<tool_call>{CALL}<own_end>", seed, silent=silent)
+    assert text_and_calls(found) == (SAID, [("look_up", {"word": "naïve"})])

@@ -171,6 +171,18 @@ def test_of_a_response_that_is_cut_off_what_was_cut_is_incomplete(said: str, exp
     assert [item["status"] for item in told[-1]["response"]["output"]] == expected
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_end_token_that_the_parser_does_not_know_is_no_content(running: Running, parsed: None, stream: bool) -> None:
+    pad = {"forced_eos_token_id": 1, "eos_token_id": 1}
+    asked: dict[str, Any] = {"model": NAME, "max_tokens": 3, "extra_body": {"generation_config": pad}}
+    done: Any = running.client().chat.completions.create(
+        **asked, messages=[{"role": "user", "content": PROMPT}], stream=stream
+    )
+    content = "".join(x.choices[0].delta.content or "" for x in done) if stream else done.choices[0].message.content
+    assert content
+    assert "<|" not in content
+
+
 @pytest.mark.parametrize("path", ["chat", "echo"])
 def test_prompts_are_decoded_once_and_next_to_the_event_loop(
     running: Running, parsed: None, trained: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, path: str
