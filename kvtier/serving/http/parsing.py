@@ -24,9 +24,27 @@ def parsers_of(tokenizer: Any, model: Any, ids: Sequence[int], tools: Any, count
     template = get_response_template(tokenizer, model)
     if template is None:
         return [None] * count
-    prompt = tokenizer.decode(list(ids))
-    first = Parser(template, prefix=prompt, tools=tools)
+    spec, prompt = Parser(template, prefix="")._spec, tokenizer.decode(list(ids))
+    if spec.start_anchor_re.search(prompt) is None:  # Transformers would read all of the chat as a part of the answer
+        prompt = tokenizer.decode(list(ids[_beginning(tokenizer, spec, ids) :]))
+    first = Parser(spec, prefix=prompt, tools=tools)
     return [first, *(first.copy() for _ in range(count - 1))]
+
+
+def _beginning(tokenizer: Any, spec: Any, ids: Sequence[int]) -> int:
+    """Where an answer begins in a prompt without the mark that a template knows: behind the last token that a chat is
+    marked up with, and that the template does not read. So what a user writes begins no region of the answer."""
+    added = tokenizer.added_tokens_decoder
+    for at in range(len(ids) - 1, 0, -1):  # the first token begins a prompt, and not an answer
+        if ids[at] in added and not _reads(spec, tokenizer.decode([ids[at]])):
+            return at + 1
+    return len(ids)
+
+
+def _reads(spec: Any, text: str) -> bool:
+    """Whether a region of a template begins or ends with what is in this text."""
+    marks = [mark for each in spec.fields.values() for mark in (each.open_re, each.close_re) if mark]
+    return any(found.end() > found.start() for mark in marks for found in mark.finditer(text))
 
 
 def unread_ends(tokenizer: Any, parser: Any, ends: Any) -> frozenset[int]:
@@ -76,8 +94,7 @@ class Parser(ResponseParser):
 
     def reads(self, text: str) -> bool:
         """Whether a region begins or ends with what is in this text."""
-        marks = [mark for each in self._spec.fields.values() for mark in (each.open_re, each.close_re) if mark]
-        return any(found.end() > found.start() for mark in marks for found in mark.finditer(text))
+        return _reads(self._spec, text)
 
     def finalize(self) -> tuple[dict[str, Any], list[Event]]:
         """See `ResponseParser`. Fields that the template requires may be missing: the rest is said all the same."""

@@ -178,3 +178,21 @@ def test_an_end_token_that_the_parser_does_not_know_is_no_text(trained: tuple[An
     assert text_and_calls(found) == (SAID, [])
     found = parts_of(tokenizer, f"{THOUGHT}{SAID}<tool_call>{CALL}<own_end>", seed, silent=silent)
     assert text_and_calls(found) == (SAID, [("look_up", {"word": "naïve"})])
+
+
+@pytest.mark.parametrize("wrote", ["What is <think>?", "What is <tool_call>?"])
+def test_what_a_user_writes_begins_no_region_of_the_answer(trained: tuple[Any, Any], wrote: str) -> None:
+    """Also where the chat is marked up in another way than Transformers' template of the family knows."""
+    tokenizer = copy.deepcopy(trained[1])
+    tokenizer.add_tokens(["<own_turn>", "<think>", "<tool_call>"])
+
+    def said(prompt: str, text: str) -> tuple[str, str]:
+        ids = [tokenizer.bos_token_id, *tokenizer(prompt)["input_ids"]]
+        (parser,) = parsers_of(tokenizer, SimpleNamespace(config=SimpleNamespace(model_type="qwen3")), ids, None)
+        answer = Answer(tokenizer, (), parser)
+        parts = answer.feed(RequestOutput("a", ids, tokenizer(text)["input_ids"]))
+        return "".join(part.reasoning for part in parts), "".join(part.text for part in parts)
+
+    assert said(wrote, SAID) == ("", SAID)
+    assert said(f"<own_turn>{wrote}<own_turn>", SAID) == ("", SAID)
+    assert said(f"<own_turn>{wrote}<own_turn><think>\n", f"It is.</think>{SAID}") == ("It is.", SAID)
