@@ -5,7 +5,8 @@ in turn: when its prompt is there, when it gives up its blocks, and when it ends
 are shared as in vLLM). What is kept takes no room that a request needs: it goes by an eviction policy, ends first.
 
 A request whose prompt begins as one that is being computed waits until that has computed what they share: computed
-once, it serves both. Which of several is computed first is the scheduler's choice: nobody waits for one that queues.
+once, it serves both. Which of several is computed first is the scheduler's choice: nobody waits for one that queues,
+nor for one that has begun and has no part in the step, for others go before it.
 
 A model with recurrent states goes on from copies of them only. They are made before the last token of a prompt, which
 is then computed with those that decode, every `SPACING` tokens of a longer one, and where a request ends or gives up
@@ -18,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any, NamedTuple
 
 from kvtier.conversation.index import WIDTH, PrefixIndex, common, packed
@@ -148,6 +149,8 @@ class Prefixes:
         self._next: set[Request] = set()
         self._follows: dict[Request, _Follows] = {}
         self._followers: dict[Request, list[Request]] = {}
+        # Those that wait no longer for one that had no part in a step: for which, and how far that was.
+        self._passing: dict[Request, tuple[Request, int]] = {}
         # What is read from the disk, and until when a request waits for that.
         self._wakes: dict[Request, tuple[Wake, float]] = {}
         # What waits on the host for its request.
@@ -210,28 +213,39 @@ class Prefixes:
             if wake.reads:
                 self._wakes[request] = wake, until
 
-    def hold_back(self, requests: Sequence[Request]) -> bool:
+    def hold_back(self, requests: Sequence[Request], computed: Collection[Job]) -> bool:
         """Of requests that are about to begin, in this order, let those wait whose beginning another one computes, or
-        one before them here. Whether there are any: then it is to be decided again who begins."""
-        held = [request for request in requests if self._holds_back(request)]
+        one before them here. Whether there are any: then it is to be decided again who begins.
+
+        Args:
+            computed: jobs that have a part in the step.
+        """
+        held = [request for request in requests if self._holds_back(request, computed)]
         if not held:
             for each in self._next.difference(requests):  # it was decided otherwise
                 self._coming.remove(each)
                 self._release(each, ends=True)
             self._next.clear()
+            for each in [x for x in self._followers if x.job not in computed]:  # others go before it
+                self._passing |= dict.fromkeys(self._followers[each], (each, each.job.cached))
+                self._release(each, ends=True)
         return bool(held)
 
-    def _holds_back(self, request: Request) -> bool:
+    def _holds_back(self, request: Request, computed: Collection[Job]) -> bool:
         if request.alone or request in self._coming:
             return False
         ids = packed(request.ids)
         shared, other = self._coming.find(request.key, ids)
         if other is not None and (tokens := self._useful(shared, other)) >= WORTH_WAITING:
-            if other.job.cached >= tokens:
+            # Perhaps it has no part only because of this request: that shows when this one has none.
+            passed = self._passing.get(request) == (other, other.job.cached)
+            goes_on = not passed or other in self._next or other.job in computed
+            if other.job.cached >= tokens or not goes_on:
                 self._share(other)
             self._look_up(request, ids)
             if (
                 other.job.cached < tokens
+                and goes_on
                 and tokens - request.job.swapped >= WORTH_WAITING
                 and other.job.priority >= request.job.priority
             ):
@@ -283,6 +297,7 @@ class Prefixes:
     def there(self, request: Request) -> None:
         """A request's prompt is computed, or it has given up its blocks, or ended: nobody waits for it any more."""
         self._unswap(request)
+        self._passing.pop(request, None)
         if request in self._coming:
             self._coming.remove(request)
         wake, _ = self._wakes.pop(request, (None, 0.0))
@@ -443,6 +458,7 @@ class Prefixes:
         self._next.clear()
         self._follows.clear()
         self._followers.clear()
+        self._passing.clear()
         self._wakes.clear()
         self._swapped.clear()
         with self._memory.lock, self._memory.change:

@@ -228,11 +228,12 @@ class Requests:
     # Running
 
     def hold_back(self, jobs: Iterable[Job]) -> bool:
-        """Of jobs that are about to run, in this order, let those wait whose beginning another one computes, or one
-        before them here. Whether there are any."""
+        """Of jobs that have a part in a step, in this order, let those that are about to run wait whose beginning
+        another one of them computes. Whether there are any."""
         if self._prefixes is None:
             return False
-        return self._prefixes.hold_back([self.waiting[job] for job in jobs if job in self.waiting])
+        jobs = list(jobs)
+        return self._prefixes.hold_back([self.waiting[job] for job in jobs if job in self.waiting], set(jobs))
 
     def admit(self, job: Job) -> Request:
         """The request of a job that runs from now on, if it did not before."""

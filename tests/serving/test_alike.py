@@ -67,6 +67,22 @@ def test_a_short_prompt_waits_for_what_it_shares_with_a_long_one_that_is_being_c
     assert short.cached_tokens + long.cached_tokens == len(HEAD), "what they share was computed twice"
 
 
+def test_a_short_prompt_waits_for_no_long_one_that_has_begun_and_is_passed() -> None:
+    """By others that are shorter, and come in every step."""
+    engine = engine_of(scheduler=Shortest())
+    names = [ask(engine, stream_of_tokens(5)[:48]), ask(engine, LONG)]
+    engine.step()
+    names.append(ask(engine, SHORT))
+    for i in range(12):
+        names.append(ask(engine, [i, *stream_of_tokens(6)[:89]]))
+        engine.step()
+    outputs = play(engine, names)
+    first, long, short, *others = (each.first_token for each in outputs)
+    assert first < short < sorted(others)[1], "it has waited for one step"
+    assert max(others) < long
+    assert outputs[2].cached_tokens == 16, "it begins with what there is"
+
+
 @pytest.mark.parametrize("max_batch_tokens", [16, 64, 2048])
 def test_what_many_prompts_share_is_computed_once(max_batch_tokens: int) -> None:
     engine = engine_of(max_batch_tokens=max_batch_tokens)
