@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 from typing import Any
 
 import pytest
@@ -49,6 +50,24 @@ def test_an_engine_goes_on_after_another_one_of_its_model_is_closed(first: int) 
     engines[first].close()
     assert answer(engines[1 - first]) == want
     engines[1 - first].close()
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_an_engine_is_packed_though_another_one_of_its_model_is_closed_while_it_tries_that() -> None:
+    """In the midst of a forward, whose mask is that of one implementation."""
+    model = model_of()
+    before, closing = Engine(model, host_budget="8MiB"), list[threading.Thread]()
+
+    def close(_: Any, given: tuple[torch.Tensor, ...]) -> None:
+        if given[0].shape[1] == 3 and not closing:  # a chunk behind others
+            closing.append(threading.Thread(target=before.close))
+            closing[0].start()
+            closing[0].join(0.1)
+
+    with model.model.layers[0].register_forward_pre_hook(close), Engine(model, host_budget="8MiB") as engine:
+        closing[0].join(60)
+        assert before.closed
+        assert engine.runner == "packed"
     assert model.config._attn_implementation == "sdpa"
 
 

@@ -50,6 +50,12 @@ def _changing() -> Iterator[None]:
         _take_back_abandoned()
 
 
+def unchanged() -> contextlib.AbstractContextManager[None]:
+    """In this context no other thread changes which attention a model has: a forward that one cuts through has a mask
+    of one implementation, and attends with another."""
+    return _changing()
+
+
 def _abandon(model: weakref.ref[nn.Module], claim: _Claim) -> None:
     """Take a claim back in a finalizer, which comes between any two lines of any thread, and waits for no lock."""
     _ABANDONED.append((model, claim))

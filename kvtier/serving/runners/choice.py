@@ -18,7 +18,7 @@ import torch
 
 from kvtier.config import CacheOptions, format_size
 from kvtier.errors import BudgetError, ConfigError, UnsupportedError
-from kvtier.hf.attention.enable import Enabled, enable_for
+from kvtier.hf.attention.enable import Enabled, enable_for, unchanged
 from kvtier.hf.models import generation as of
 from kvtier.hf.models import trials
 from kvtier.hf.models.identity import dependence
@@ -79,7 +79,7 @@ def choose_runner(
             f"{type(model).__name__} has {adapter}. An engine runs the model that the adapter is in, which knows "
             "nothing of it. Use its `generate`, or give the engine that model."
         )
-    with Stretched(of.inner(model)).original():
+    with unchanged(), Stretched(of.inner(model)).original():  # engines of a model may be made and closed elsewhere
         try:
             runner, enabled = _chosen(model, memory, options, name)
         except BudgetError as error:
