@@ -221,6 +221,27 @@ def test_a_model_whose_weights_are_offloaded_is_the_same_one(
         assert store.reuse[0].loaded == len(chat.ids) - 1
 
 
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch has no processes here")
+def test_a_model_that_one_process_has_sharded_is_the_same_one() -> None:
+    """Its weights have no address: to read there would end the process."""
+    program = """
+        import torch.distributed as dist
+        from torch.distributed.fsdp import fully_shard
+        from families import build_model
+        from kvtier.hf.models.identity.fingerprint import fingerprint
+
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        model = build_model("llama", "sdpa")
+        whole = fingerprint(model)
+        fully_shard(model.model.layers[0])
+        assert fingerprint(fully_shard(model)) == whole
+        dist.destroy_process_group()
+    """
+    path = os.pathsep.join(str(Path(__file__).parents[up] / name) for up, name in ((2, ""), (1, "hf")))
+    run = forks.run(textwrap.dedent(program), env=os.environ | {"PYTHONPATH": path})
+    assert run.returncode == 0, run.stderr
+
+
 def test_weights_that_nobody_has_are_a_clear_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="meta device"):
         store_of(build_model("llama", "sdpa").to("meta"), directory=tmp_path)

@@ -45,7 +45,7 @@ def fingerprint(model: Any) -> dict[str, str]:
         weights.update(data[pieces * _PIECE :].numpy().data)
     config = {k: v for k, v in model.config.to_dict().items() if not k.startswith("_") and k not in _NOT_OF_KV}
     return {
-        "model": type(inner(model)).__name__,
+        "model": _kind(inner(model)).__name__,
         "dtype": str(model.dtype).removeprefix("torch."),
         "config": hashlib.blake2b(json.dumps(config, sort_keys=True, default=str).encode(), digest_size=16).hexdigest(),
         "weights": weights.hexdigest(),
@@ -62,10 +62,17 @@ def _buffers(model: Any) -> dict[str, torch.Tensor]:
     return found
 
 
+def _kind(model: Any) -> type:
+    """The class of a model: `fully_shard` puts one of its own in the place of it, and that and its mixin before it."""
+    kind, *bases = type(model).__mro__
+    return bases[1] if bases[0].__name__ == "FSDPModule" else kind
+
+
 def _loaded(model: Any, name: str, weight: torch.Tensor) -> torch.Tensor:
-    """A weight, from where `accelerate` has put it."""
+    """A weight, from where `accelerate` has put it, or from the processes that it is distributed over."""
     if weight.device.type != "meta":
-        return weight
+        # A `DTensor` has no address, also where one process has all of it.
+        return weight.full_tensor() if hasattr(weight, "full_tensor") else weight
     path, _, short = name.rpartition(".")
     module = inner(model).get_submodule(path)
     for hook in hooks(module):
