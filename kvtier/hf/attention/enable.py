@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,8 +90,15 @@ class _Claim:
     def __init__(self, user: str = "") -> None:
         self.user = user
 
-    def __reduce__(self) -> tuple[type[_Claim], tuple[()]]:
-        return _Claim, ()  # the engine of a model does not run its copy
+    def __reduce__(self) -> tuple[Callable[[], _Claim], tuple[()]]:
+        return _copied_claim, ()
+
+
+def _copied_claim() -> _Claim:
+    """Of a copy of a model. A pickle may come to a process that does not know the name yet, which the copy's config
+    says. The engine of a model does not run its copy."""
+    register_attention()
+    return _Claim()
 
 
 @dataclass(eq=False)

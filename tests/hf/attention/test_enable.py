@@ -5,6 +5,7 @@ What the attention function itself computes is the matter of `test_attention_for
 
 import copy
 import functools
+import pickle
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 import transformers
 from families import FAMILIES, PAD, attentions, build_model, dynamic_cache, prompt_ids
 from placements import ON_HOST, ROOMY, smallest_budget, tiered_cache, tiered_parts
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
 
 import kvtier
@@ -344,6 +345,21 @@ def test_a_copy_of_an_enabled_model_can_be_disabled() -> None:
         clone = copy.deepcopy(model)
     kvtier.disable(clone)
     assert implementations(clone) == {"eager"}
+
+
+def test_a_pickle_of_an_enabled_model_generates_in_a_process_that_has_enabled_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = build_model("llama", "sdpa")
+    expected = model.generate(prompt_ids(), max_new_tokens=3)
+    with kvtier.enable(model):
+        pickled = pickle.dumps(model)
+    for names in (AttentionInterface, AttentionMaskInterface):
+        monkeypatch.delitem(names._global_mapping, "kvtier")
+    clone = pickle.loads(pickled)
+    assert torch.equal(clone.generate(prompt_ids(), max_new_tokens=3), expected)
+    kvtier.disable(clone)
+    assert implementations(clone) == {"sdpa"}
 
 
 def test_a_saved_config_says_nothing_of_it(tmp_path: Any) -> None:
