@@ -21,7 +21,7 @@ from kvtier.hf.attention import dynamo
 from kvtier.hf.attention.sdpa import lengthen_sdpa, shorten_sdpa
 from kvtier.hf.cache import rows
 from kvtier.hf.cache.changes import Changes
-from kvtier.hf.cache.copies import content_of, fill
+from kvtier.hf.cache.copies import content_of, fill, pickle_by_value
 from kvtier.hf.cache.layer import TieredLayer
 from kvtier.hf.cache.missing import GrowingLayers, NeverGiven, NoHalfError
 from kvtier.hf.cache.options import check_config, check_hook, memory_of
@@ -141,6 +141,7 @@ class TieredKVCache(RecurrentFace, metaclass=NeverGiven):
 
     def _setup(self, memory: TieredMemory, progress: Callable[[Progress], object] | None = None) -> None:
         dynamo.keep_out()
+        pickle_by_value(type(self))
         shorten_sdpa(self)
         layers = transformers_layers(self._config)
         config = None if self._config is None else own_config(self._config)

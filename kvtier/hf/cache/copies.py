@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from kvtier.forward.forward import Forward
 from kvtier.hf.cache.layer import TieredLayer
 from kvtier.tables.sharing import distinct_rows
+
+
+def pickle_by_value(kind: type) -> None:
+    """Let caches of a class be handed to other processes by value. torch hands over the memory of tensors itself, and
+    those that a cache makes for its pickle are gone before a process that is spawned asks for them."""
+    ForkingPickler.register(kind, _by_value)
+
+
+def _by_value(cache: Any) -> tuple[Callable[[bytes], Any], tuple[bytes]]:
+    return pickle.loads, (pickle.dumps(cache, pickle.HIGHEST_PROTOCOL),)
 
 
 def content_of(forward: Forward, layers: Sequence[Any]) -> dict[str, Any]:

@@ -6,12 +6,13 @@ A scenario is a function ``(model, cache) -> result`` that runs forwards and ope
 import copy
 import pickle
 from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import pytest
 import torch
 from families import build_model, dynamic_cache, prompt_ids, tiny_model
-from placements import Placement, assert_same_as_dynamic_cache, tiered_cache
+from placements import Placement, assert_same_as_dynamic_cache, close, tiered_cache
 from transformers import Cache, PreTrainedModel
 
 from kvtier import TieredKVCache, TieredMemory, UnsupportedError
@@ -238,6 +239,19 @@ def test_reset_gives_every_block_back() -> None:
     cache.reset()
     assert cache.stats.device.used_blocks == cache.stats.host.used_blocks == 0
     cache.check_integrity()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_cache_that_another_process_is_given_has_memory_of_its_own(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch shares memory that a pickle made, and nobody holds it until a process that is spawned asks for it."""
+    model = tiny_model(family)
+    cache = tiered_cache(model, block_size=4)
+    feed(model, cache, rows=2, length=13)
+    monkeypatch.setitem(ForkingPickler._extra_reducers, torch.UntypedStorage, lambda storage: pytest.fail("is shared"))
+    twin = pickle.loads(ForkingPickler.dumps(cache))
+    assert close(decode(model, twin, rows=2), decode(model, cache, rows=2))
 
 
 @pytest.mark.parametrize("library", [True, False], ids=["native", "torch"])
