@@ -9,10 +9,12 @@ import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
 import torch
+from accelerate.utils import convert_outputs_to_fp32
 from families import VOCAB, build_model, dynamic_cache, tiny_model
 from test_turns import check_kept
 from transformers import BartConfig, BartForCausalLM, GenerationConfig, StoppingCriteria, StoppingCriteriaList
@@ -362,6 +364,25 @@ def test_what_was_computed_under_autocast_is_of_use_there_only() -> None:
                 out = store.generate(**inputs, **GREEDY)
             assert store.reuse[0].cached == cached
             assert cast or torch.equal(out, fresh(model, inputs))
+
+
+def in_mixed_precision(model: Any) -> None:
+    """As Accelerate prepares a model."""
+    cast: Any = torch.autocast("cpu", torch.bfloat16)
+    model.forward = MethodType(convert_outputs_to_fp32(cast(model.forward.__func__)), model)
+
+
+def test_what_a_forward_computes_under_an_autocast_of_its_own_is_of_use_there_only() -> None:
+    model = build_model("llama", "sdpa")
+    with store_of(model) as store:
+        inputs = ones(some_ids(30))
+        for cast, cached in ((True, 0), (False, 0), (True, 29), (False, 29)):
+            if cast:
+                in_mixed_precision(model)
+            out = store.generate(**inputs, **GREEDY)
+            assert store.reuse[0].cached == cached
+            assert cast or torch.equal(out, fresh(model, inputs))
+            vars(model).pop("forward", None)
 
 
 def test_a_longer_sequence_leaves_no_keys_for_a_shorter_one() -> None:

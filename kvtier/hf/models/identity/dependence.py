@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from kvtier.hf.models.generation import device_of
+from kvtier.hf.models.generation import device_of, inner
 from kvtier.hf.models.identity.written import numbers
 
 #: Modules that give the same in training mode: who adds one to a model need not think of it.
@@ -43,7 +44,7 @@ def depends(model: Any) -> Depends:
 def modes(model: Any, adapted: Sequence[Any]) -> tuple[Any, ...]:
     """What of it is known without such a walk: whether the model as a whole is in training mode, the dtype of autocast,
     and which adapters compute in these modules."""
-    return model.training, _autocast(model), *map(_computing, adapted)
+    return model.training, autocast_of(model), *map(_computing, adapted)
 
 
 def training(model: Any) -> str:
@@ -106,7 +107,7 @@ def computed_as(model: Any) -> tuple[Any, ...]:
 
 
 def _computed_as(model: Any, modules: list[Any]) -> tuple[Any, ...]:
-    return (*_adapters(modules), *_left_out(model), _autocast(model))
+    return (*_adapters(modules), *_left_out(model), autocast_of(model))
 
 
 def _left_out(model: Any) -> tuple[str, ...]:
@@ -116,8 +117,18 @@ def _left_out(model: Any) -> tuple[str, ...]:
     return ("no cap on scores",) if capped and config._attn_implementation == "sdpa" else ()
 
 
-def _autocast(model: Any) -> torch.dtype | None:
+def autocast_of(model: Any) -> torch.dtype | None:
+    """The dtype of the autocast under which a model computes now: one that its own forward is wrapped in, as
+    `accelerate` does for mixed precision, or one that is on; None: neither."""
     device = device_of(model).type
+    forward = vars(inner(model)).get("forward")
+    while forward is not None:
+        for cell in getattr(forward, "__closure__", None) or ():
+            with contextlib.suppress(ValueError):  # it is empty
+                cast = cell.cell_contents
+                if isinstance(cast, torch.autocast) and cast.device == device:
+                    return cast.fast_dtype if cast._enabled else None
+        forward = getattr(forward, "__wrapped__", None)
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
