@@ -63,3 +63,12 @@ def test_tokens_are_those_of_its_own_generate(way: str, runner: str) -> None:
                 model.model.layers[0].self_attn.v_proj.disable_adapters = False
             name = engine.add_request(PROMPT, max_new_tokens=NEW, do_sample=False)
             assert list(engine.wait(name).generated_tokens) == expected.tolist()
+
+
+def test_a_model_in_mixed_precision_is_not_taken_for_one_that_cannot_be_run_with_others() -> None:
+    """Its weights are in fp32, and it rounds as bf16 does."""
+    model = build_model("llama", "sdpa")
+    cast: Any = torch.autocast("cpu", torch.bfloat16)
+    model.forward = cast(model.forward)
+    with Engine(model, host_budget="64MiB", block_size=4) as engine:
+        assert engine.runner == "packed"

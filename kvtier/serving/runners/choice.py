@@ -292,7 +292,8 @@ def _in_turns(runner: SingleRunner, rows: list[list[list[int]]]) -> list[list[to
 
 
 def _precision(model: Any) -> float:
-    return torch.finfo(next(of.inner(model).parameters()).dtype).eps
+    weights, cast = next(of.inner(model).parameters()).dtype, dependence.autocast_of(model)
+    return max(torch.finfo(dtype).eps for dtype in (weights, cast) if dtype is not None)
 
 
 def _tokens(model: Any) -> list[list[int]]:
