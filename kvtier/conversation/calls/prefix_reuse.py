@@ -31,6 +31,7 @@ _TRIES = 3
 _NOT_KEPT = (KVTierError, MemoryError, RuntimeError)
 _NO_ROOM = "no room for what is kept and the rest of the call"
 _IN_ITSELF = "the model keeps states in itself"
+_SHARDED = "every process that the weights are sharded over computes as many forwards"
 
 
 class _Run:
@@ -206,6 +207,8 @@ class PrefixReuse:
             return f"beyond {constant} tokens, positions depend on the length"
         if run.stateful and self._tried is not None and not self._tried.in_cache:
             return _IN_ITSELF
+        if run.stateful and of.waits_for_others(self._model):
+            return _SHARDED
         return ""
 
     def _begin(self, run: _Run) -> int:
@@ -275,7 +278,7 @@ class PrefixReuse:
     def _go_on(self, run: _Run, columns: int) -> int:
         """Go on from the columns that are there with what is kept further on, and with what is loaded while the columns
         before it are computed. Columns that are there then."""
-        if run.stateful:
+        if run.stateful or of.waits_for_others(self._model):
             return columns
         columns = self._fill(run, columns)
         tail = run.call.tail
@@ -460,6 +463,8 @@ class PrefixReuse:
             return
         if stateful and (any(call.pads) or (self._tried is not None and not self._tried.in_cache)):
             return  # the padding is part of a state, or the model keeps states where nobody copies them
+        if call.why == _SHARDED:
+            return  # the next call does not continue it either
         if constant is not None and cache.longest >= constant:
             return  # keys of a longer sequence are others; what stretched them is taken back below the limit only
         if "position_ids" in vars(cache):

@@ -171,6 +171,18 @@ def mesh_of(model: Any) -> Any:
     return None if divided is None else divided.device_mesh
 
 
+def waits_for_others(model: Any) -> bool:
+    """Whether a forward of a model waits for one of each process that has a shard of its weights (FSDP). They generate
+    from other prompts, and `synced_gpus` lets them compute equally many forwards."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return False
+    if torch.distributed.get_world_size() == 1:
+        return False
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    return any(isinstance(module, (FSDPModule, FullyShardedDataParallel)) for module in model.modules())
+
+
 def executes_on(model: Any) -> torch.device | None:
     """Where `accelerate` brings the weights of a module for a forward; None: nowhere."""
     for hook in (hook for module in model.modules() for hook in hooks(module)):

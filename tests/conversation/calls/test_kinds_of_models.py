@@ -250,6 +250,28 @@ def test_a_model_that_adds_to_masks_that_may_miss_is_right(attention: str) -> No
     assert talk(model) == ([0, 0, 0] if ahead else [0, 35, 46])
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_next"])
+def test_a_model_whose_processes_wait_for_each_other_computes_as_many_forwards_as_without_a_store(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever a process has kept: another one, with other prompts, would wait for a forward that this one leaves out,
+    or does not know of."""
+    monkeypatch.setattr(of, "waits_for_others", lambda model: True)
+    model, ids, forwards = build_model(name, "sdpa"), some_ids(60), [0]
+    right = fresh(model, ones(ids))
+    model.register_forward_pre_hook(lambda *_: forwards.append(forwards.pop() + 1))
+    with store_of(model) as store:
+        for turn in range(3):
+            forwards[0] = 0
+            assert torch.equal(store.generate(**ones(ids), **GREEDY), right)
+            assert forwards[0] == GREEDY["max_new_tokens"]
+            cached, why = store.reuse[0].cached, store.reuse[0].why
+            assert (cached > 0) == (turn > 0 and name == "llama")
+            assert name == "llama" or "sharded over" in why
+            assert bool(store.stats.sequences) == (name == "llama")
+            store.drop(ids[0].tolist(), 16, 32)
+
+
 def test_a_model_that_continues_one_by_one_computes_whole_prompts() -> None:
     model = made("prophetnet", is_decoder=True)
     assert of.continues_one_by_one(model)
