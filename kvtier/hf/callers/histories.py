@@ -42,7 +42,8 @@ def common_prefix(new_ids: Any, held_ids: Any, held: int, rows: int | None) -> i
     if old.shape[1] < held:
         raise MismatchError(
             f"keep_prefix: held_ids are {old.shape[1]} tokens, but the cache holds {held}. Give all that it was given, "
-            "answers included: what `generate` returned. Nothing was changed."
+            "answers included: what `generate` returned. Where that computed on for other processes (`synced_gpus`), "
+            f"`cache.crop(-{held - old.shape[1] + 1})` first. Nothing was changed."
         )
     most = min(held, new.shape[1] - 1)
     same = (new[:, :most] == old[:, :most]).all(0)

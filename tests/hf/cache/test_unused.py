@@ -228,3 +228,18 @@ def test_ids_that_are_not_of_this_cache_are_refused_and_nothing_changes() -> Non
             with pytest.raises(ConfigError, match=r"new_ids are not token ids.*Give its `.input_ids`"):
                 cache.keep_prefix(inputs, out)
         assert cache.get_seq_length() == 25
+
+
+def test_what_was_computed_behind_an_answer_for_other_processes_is_cropped_as_the_error_says() -> None:
+    """With `synced_gpus` a process that has ended computes its last token again, until others end."""
+    model = tiny_model("llama")
+    with TieredKVCache(model.config) as cache, torch.no_grad():
+        out = greedy(model, prompt_ids(rows=2, length=20), cache)
+        for _ in range(3):
+            model(out[:, -1:], past_key_values=cache)
+        longer = torch.cat([out, prompt_ids(rows=2, length=4, seed=3)], 1)
+        with pytest.raises(MismatchError, match=r"`synced_gpus`\), `cache.crop\(-3\)` first"):
+            cache.keep_prefix(longer, out)
+        cache.crop(-3)
+        assert cache.keep_prefix(longer, out) == out.shape[1] - 1
+        assert torch.equal(greedy(model, longer, cache), greedy(model, longer, None))
