@@ -531,6 +531,11 @@ def test_what_cannot_be_is_said(wrong: dict[str, Any]) -> None:
         store.generate(**ones(some_ids(9)), **wrong)
 
 
+def test_a_model_that_is_wrapped_to_train_in_several_processes_is_refused_with_what_to_give() -> None:
+    with pytest.raises(ConfigError, match=r"object of DataParallel, .*Give the model inside it, `\.module`\."):
+        store_of(torch.nn.DataParallel(tiny_model("llama")))
+
+
 def test_arguments_that_cannot_be_are_refused_before_anything_is_made() -> None:
     with store_of(tiny_model("llama")) as store:
         salt: Any = [1]

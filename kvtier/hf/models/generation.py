@@ -34,7 +34,8 @@ def check_model(model: object) -> None:
     """Raise `ConfigError` unless this is a model that generates, or what stands for one."""
     if isinstance(model, type) or not hasattr(model, "generate") or not hasattr(model, "config"):
         what = f"the class {model.__name__}" if isinstance(model, type) else f"an object of {type(model).__name__}"
-        raise ConfigError(f"model is {what}, not a loaded Transformers model that generates.")
+        hint = " Give the model inside it, `.module`." if hasattr(getattr(model, "module", None), "generate") else ""
+        raise ConfigError(f"model is {what}, not a loaded Transformers model that generates.{hint}")
 
 
 def inner(model: Any) -> Any:
