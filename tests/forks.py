@@ -122,6 +122,7 @@ def _server() -> socket.socket:
     command = [sys.executable, __file__, str(there.fileno())]
     subprocess.Popen(command, pass_fds=[there.fileno()], env=env, stdin=subprocess.DEVNULL)
     there.close()
+    atexit.register(here.close)
     return here
 
 
