@@ -222,12 +222,16 @@ def test_a_model_whose_weights_are_offloaded_is_the_same_one(
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch has no processes here")
-def test_a_model_that_one_process_has_sharded_is_the_same_one() -> None:
-    """Its weights have no address: to read there would end the process."""
+def test_a_model_that_one_process_has_sharded_is_the_same_one(tmp_path: Path) -> None:
+    """Its weights have no address: to read there would end the process. Those of the outermost module stay gathered
+    after a forward, in tensors of their own."""
     program = """
+        import sys
+        import torch
         import torch.distributed as dist
         from torch.distributed.fsdp import fully_shard
         from families import build_model
+        from kvtier import ConversationStore
         from kvtier.hf.models.identity.fingerprint import fingerprint
 
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -235,10 +239,15 @@ def test_a_model_that_one_process_has_sharded_is_the_same_one() -> None:
         whole = fingerprint(model)
         fully_shard(model.model.layers[0])
         assert fingerprint(fully_shard(model)) == whole
+        ids = torch.tensor([list(range(3, 23))])
+        with ConversationStore(model, directory=sys.argv[1], host_budget="8MiB", block_size=4) as store:
+            for cached in (0, 20):
+                ids = store.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, do_sample=False)
+                assert (store.reuse[0].cached, store.stats.problem) == (cached, "")
         dist.destroy_process_group()
     """
     path = os.pathsep.join(str(Path(__file__).parents[up] / name) for up, name in ((2, ""), (1, "hf")))
-    run = forks.run(textwrap.dedent(program), env=os.environ | {"PYTHONPATH": path})
+    run = forks.run(textwrap.dedent(program), str(tmp_path), env=os.environ | {"PYTHONPATH": path})
     assert run.returncode == 0, run.stderr
 
 

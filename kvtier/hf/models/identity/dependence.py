@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -139,6 +140,7 @@ def weights_version(model: Any) -> int:
 
 
 def _weights(modules: list[Any]) -> int:
+    _reshard(modules)
     total, number = 0, numbers.of
     for module in modules:
         for x in module._parameters.values():
@@ -148,6 +150,16 @@ def _weights(modules: list[Any]) -> int:
             for x in lasting_buffers(module).values():
                 total = hash((total, number(x), 0 if x.is_inference() else x._version))
     return total
+
+
+def _reshard(modules: list[Any]) -> None:
+    """Take back what a forward has gathered of sharded weights (FSDP): that of the outermost module stays, in other
+    tensors each time."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # who shards a model has imported it
+    if fsdp is not None:
+        for module in modules:
+            if isinstance(module, fsdp.FSDPModule):
+                module.reshard()
 
 
 def lasting_buffers(module: Any) -> dict[str, torch.Tensor]:
