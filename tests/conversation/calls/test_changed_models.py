@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import threading
 import weakref
 from pathlib import Path
@@ -113,6 +114,40 @@ def test_a_weight_at_the_address_and_with_the_version_of_the_one_before_is_anoth
             assert was == (layer.weight.data_ptr(), layer.weight._version)
             assert tell(store, model, ids) == 0
         assert tell(store, model, ids) == 39
+
+
+def test_weights_can_be_swapped_and_those_that_come_are_others() -> None:
+    model, ids = build_model("llama", "sdpa"), some_ids(40)
+    weight = model.model.layers[0].self_attn.k_proj.weight
+    other = torch.nn.Parameter(weight.detach() * -2, requires_grad=weight.requires_grad)
+    with store_of(model) as store:
+        assert [tell(store, model, ids) for _ in range(2)] == [0, 39]
+        for _ in range(2):  # as PEFT gives an adapter other weights, and `Module.to` quantised ones another device
+            torch.utils.swap_tensors(weight, other)
+            assert [tell(store, model, ids) for _ in range(2)] == [0, 39]
+
+
+def test_copies_and_pickles_of_tensors_with_numbers_are_those_of_others() -> None:
+    for kind in (torch.nn.Parameter, torch.nn.Buffer):
+        x, file = kind(torch.ones(2)), io.BytesIO()
+        x.of_a_user = ["says"]
+        number = numbers.of(x)
+        torch.save(x, file)
+        made = [copy.copy(x), copy.deepcopy(x), torch.load(io.BytesIO(file.getvalue()), weights_only=True)]
+        assert all(type(vars(each)) is dict for each in made)
+        assert all(each.of_a_user == ["says"] for each in (x, made[0], made[2])), "torch copies these"
+        assert b"kvtier" not in file.getvalue()
+        assert numbers.of(x) == number not in map(numbers.of, made)
+
+
+def test_a_tensor_at_the_id_of_one_whose_attributes_somebody_holds_is_another_one() -> None:
+    x = torch.ones(2)
+    number, held = numbers.of(x), vars(x)
+    x.__dict__ = {}  # as of a tensor that is made where that one has ended
+    now = numbers.of(x)
+    assert now != number
+    del held
+    assert numbers.of(x) == now, "what ended later has taken the number of another one away"
 
 
 def test_weights_that_another_call_finds_changed_are_not_of_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

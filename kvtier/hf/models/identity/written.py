@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import weakref
+from collections import OrderedDict
 from typing import Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
+
+
+class _Attributes(dict[str, Any]):
+    """The `__dict__` of a tensor that has a number. It is no other tensor's, and ends with its own: a weak reference to
+    it is as good as one to the tensor, which `torch.utils.swap_tensors` refuses. That one swaps these with the content.
+
+    A copy of it, and what a pickle of it gives, is a plain one.
+    """
+
+    __slots__ = ("__weakref__",)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return copy.deepcopy(dict(self), memo)
+
+    def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
+        return OrderedDict, (), None, None, iter(self.items())  # `torch.load` allows no call of `dict`
 
 
 class _Known(NamedTuple):
@@ -16,12 +34,12 @@ class _Known(NamedTuple):
     Attributes:
         number: its own.
         address: of its data, when it was asked for.
-        alive: takes the number away when the tensor ends, before another one can have its id.
+        alive: its attributes. When these end, it takes the number away.
     """
 
     number: int
     address: int
-    alive: weakref.ref[torch.Tensor]
+    alive: weakref.ref[_Attributes]
 
 
 class Numbers:
@@ -43,7 +61,7 @@ class Numbers:
         after every forward."""
         address = x.data_ptr()
         found = self._known.get(id(x))
-        if found is not None and found.address == address:
+        if found is not None and found.address == address and found.alive() is x.__dict__:
             return found.number
         return 0 if x.is_meta else self._new(x, address)
 
@@ -51,8 +69,9 @@ class Numbers:
         if not self._hooked:
             self._hooked = True
             register_optimizer_step_post_hook(self._stepped)
-        known, key = self._known, id(x)
-        made = _Known(next(self._next), address, weakref.ref(x, lambda _: known.pop(key, None)))
+        known, key, attributes = self._known, id(x), _Attributes(x.__dict__)
+        made = _Known(next(self._next), address, weakref.ref(attributes, lambda _: known.pop(key, None)))
+        x.__dict__ = attributes  # what was there ends, and may take a number away
         known[key] = made
         return made.number
 
