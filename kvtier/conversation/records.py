@@ -35,7 +35,8 @@ def ranked_ids(chat: Conversation) -> bytes:
 def record_of(chat: Conversation) -> dict[str, Any]:
     """What a conversation is, as JSON takes it."""
     says = vars(chat).copy()  # ids, messages and ends of one turn
-    record = {name: says[name] for name in ("ids", "messages", "salt")} | {"ends": list(says["ends"].items())}
+    # Lists, as JSON reads them: what was read and has not changed is equal to them, and is not written.
+    record = {name: says[name] for name in ("ids", "messages", "salt")} | {"ends": [[*x] for x in says["ends"].items()]}
     rank = says["rank"]
     if rank != DEFAULT:
         record |= {"pinned": rank.pinned, "priority": rank.priority}

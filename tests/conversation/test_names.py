@@ -197,6 +197,21 @@ def test_what_a_user_has_changed_is_saved_though_nobody_holds_it(tmp_path: Path)
         assert store.open("b").messages == [{"role": "user", "content": "Hello."}]
 
 
+def test_what_was_read_and_has_not_changed_is_not_written(tmp_path: Path) -> None:
+    with store_of(tiny_model("llama"), directory=tmp_path) as store:
+        chat = store.open("a")
+        chat.ids, chat.ends = [1, 2, 3], {2: 3}
+        chat.messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    with store_of(tiny_model("llama"), directory=tmp_path) as store:
+        chat = store.open("a")
+        assert chat.ends == {2: 3}
+        assert store._disk_tier is not None
+        database = store._disk_tier.disk._manifest.db
+        before = database.total_changes
+        store.flush()
+        assert database.total_changes == before
+
+
 def test_a_conversation_that_the_disk_did_not_take_stays_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
