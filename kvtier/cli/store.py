@@ -108,7 +108,7 @@ def conversations(found: Contents) -> list[dict[str, Any]]:
     return [
         {
             "name": name,
-            "turns": sum(x.get("role") == "user" for x in messages_of(state)),
+            "turns": turns_of(state),
             "tokens": len(state.get("ids") or ()),
             "bytes": sum(found.rows[n].nbytes for n in referred[name]),
             "shared_bytes": sum(found.rows[n].nbytes for n in referred[name] if users[n] > 1),
@@ -291,6 +291,11 @@ def messages_of(state: dict[str, Any]) -> list[dict[str, Any]]:
     """The messages of a saved conversation; none, where they are no messages."""
     found = state.get("messages")
     return found if isinstance(found, list) and all(isinstance(x, dict) for x in found) else []
+
+
+def turns_of(state: dict[str, Any]) -> int:
+    """How many messages of a conversation are the user's."""
+    return sum(x.get("role") == "user" for x in messages_of(state))
 
 
 def count(number: int, what: str) -> str:

@@ -14,7 +14,7 @@ import torch
 
 from kvtier.conversation.calls.reuse import RowReuse
 from kvtier.conversation.disk.rows.pieces import Written
-from kvtier.conversation.given import check_count, check_text, message_of, text_of
+from kvtier.conversation.given import check_count, check_text, message_of, role_of, text_of
 from kvtier.conversation.index import common, packed
 from kvtier.conversation.kept.ranks import rank_of
 from kvtier.conversation.saved.wake import Wake
@@ -239,7 +239,7 @@ class Conversation:
         self._check_open()
         self._enter(sys._getframe())
         try:
-            if len(self.messages) < 2 or self.messages[-1]["role"] != "assistant":
+            if len(self.messages) < 2 or role_of(self.messages[-1]) != "assistant":
                 raise ConfigError("There is no answer to generate again: `send` a message first.")
             *before, last, _ = self.messages
             return self._send(before, last, tokenizer, None, kwargs)
@@ -296,7 +296,7 @@ class Conversation:
     def _rewind_turns(self, turns: int) -> None:
         check_count("turns", turns)
         ids, messages, ends = self._said()
-        at = [i for i, message in enumerate(messages) if message["role"] == "user"]
+        at = [i for i, message in enumerate(messages) if role_of(message) == "user"]
         if not 0 <= turns <= len(at):
             raise ConfigError(f"turns={turns}: the conversation has {len(at)}.")
         if turns:

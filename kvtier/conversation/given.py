@@ -135,6 +135,11 @@ def message_of(message: object) -> dict[str, Any]:
     return dict(message)
 
 
+def role_of(message: object) -> Any:
+    """The role of a message; None: it has none. Its user may have put it among the messages of a chat by hand."""
+    return message.get("role") if isinstance(message, Mapping) else None
+
+
 def text_of(message: Mapping[str, Any]) -> str:
     """What a message says where there is no template: its content, a string or parts of text. One that only calls tools
     has none."""

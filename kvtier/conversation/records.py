@@ -45,13 +45,13 @@ def record_of(chat: Conversation) -> dict[str, Any]:
 
 
 def conversation_of(store: Store, name: str, record: Mapping[str, Any], written: Written) -> Conversation:
-    """A conversation as it was saved; what is damaged is left out."""
+    """A conversation as it was saved; what is damaged is left out. Messages are what their user has made of them."""
     made = Conversation(store, name, record.get("salt"))
     made.written = written
     ids, messages = record.get("ids"), record.get("messages")
     if isinstance(ids, list) and all(type(x) is int for x in ids):
         made.ids = ids
-    if isinstance(messages, list) and all(isinstance(x, dict) and "role" in x for x in messages):
+    if isinstance(messages, list):
         made.messages = messages
     ends = record.get("ends")
     if isinstance(ends, list) and all(isinstance(x, list) and [type(y) for y in x] == [int, int] for x in ends):

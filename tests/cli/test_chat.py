@@ -114,8 +114,10 @@ def test_conversations_of_tenants_are_listed_and_stay_closed(talk: Talk, tmp_pat
     with ConversationStore(pylm(), directory=tmp_path) as store:
         ids = torch.tensor([[5, 6, 7]])
         store.open("theirs", salt="tenant").generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2)
+        store.open("by hand").messages = [{"content": "x"}]
     talk("--store", str(tmp_path), "--max-new-tokens", "2", lines="x\n/list\n")
     assert "  theirs: Conversation 'theirs' has another salt" in talk.err
+    assert "  by hand, 0 turns" in talk.err
     assert "* chat, 1 turn" in talk.err
 
 

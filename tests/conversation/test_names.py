@@ -197,6 +197,19 @@ def test_what_a_user_has_changed_is_saved_though_nobody_holds_it(tmp_path: Path)
         assert store.open("b").messages == [{"role": "user", "content": "Hello."}]
 
 
+def test_messages_without_a_role_are_read_as_they_were_saved(tmp_path: Path) -> None:
+    messages: list[Any] = [{"role": "user", "content": "a"}, {"content": "b"}, "c", {"role": "assistant"}]
+    with store_of(tiny_model("llama"), directory=tmp_path) as store:
+        store.open("a").messages = list(messages)
+    for _ in range(2):  # the second time, what the first one has saved
+        with store_of(tiny_model("llama"), directory=tmp_path) as store:
+            assert store.open("a").messages == messages
+    with store_of(tiny_model("llama"), directory=tmp_path) as store:
+        chat = store.open("a")
+        chat.rewind(turns=1)
+        assert chat.messages == []
+
+
 def test_what_was_read_and_has_not_changed_is_not_written(tmp_path: Path) -> None:
     with store_of(tiny_model("llama"), directory=tmp_path) as store:
         chat = store.open("a")

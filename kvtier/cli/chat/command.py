@@ -12,7 +12,7 @@ from kvtier.cli.chat import remote
 from kvtier.cli.chat.lines import Loop
 from kvtier.cli.chat.screen import Answer, Stop, say
 from kvtier.cli.config import read_config
-from kvtier.cli.store import count, ls, plain
+from kvtier.cli.store import count, ls, plain, turns_of
 from kvtier.config import format_size, parse_bytes, parse_size
 from kvtier.errors import ConfigError
 
@@ -288,7 +288,7 @@ class ChatLoop(Loop):
     def _list(self, _: str) -> None:
         for name in self.store.names:
             try:
-                turns = sum(x["role"] == "user" for x in self.store.open(name, salt=None).messages)
+                turns = turns_of(vars(self.store.open(name, salt=None)))
             except ConfigError as error:  # of a tenant, or it cannot be read now
                 say(f"  {plain(name)}: {plain(str(error))}")
                 continue
@@ -303,6 +303,6 @@ class ChatLoop(Loop):
         say(f"disk: {format_size(kept.saved_bytes)}, {kept.damaged} damaged")
 
     def _about(self, chat: Conversation) -> str:
-        turns = sum(x["role"] == "user" for x in chat.messages)
+        turns = turns_of(vars(chat))
         about = f"{count(turns, 'turn')}, {count(len(chat.ids), 'token')}" if turns else "new"
         return f"{plain(chat.name)}: {about}"

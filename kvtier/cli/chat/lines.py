@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvtier.cli.chat.screen import say
-from kvtier.cli.store import plain
+from kvtier.cli.store import messages_of, plain
 from kvtier.errors import KVTierError
 
 
@@ -94,7 +94,7 @@ class Loop:
         self.commands[word](rest.strip())
 
     def _history(self, _: str) -> None:
-        for message in self.messages:
+        for message in messages_of({"messages": self.messages}):
             say(f"{plain(str(message.get('role')))}: {plain(str(message.get('content')), lines=True)}")
 
     def _quit(self, _: str) -> None:
