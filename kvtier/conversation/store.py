@@ -289,9 +289,9 @@ class ConversationStore:
 
         Args:
             erase: before that, remove, from memory and disk, what is kept of its tokens and what continues them, behind
-                those that another conversation of its salt begins with. A file stays that has some of these at its
-                beginning, with all that it holds. All conversations are read, and what waits to be saved is saved
-                before.
+                those that another conversation of its salt begins with, and all that an encoder gave under its salt. A
+                file stays that has some of these at its beginning, with all that it holds. All conversations are read,
+                and what waits to be saved is saved before.
 
         Raises:
             ConfigError: what no conversation can be named; with `erase`, a conversation cannot be read now, or what is
@@ -303,6 +303,7 @@ class ConversationStore:
             if chat is not None:
                 ids, start = ids_of(vars(chat)), shared(chat, self.conversations)
                 self._waker.erased(chat.salt, ids, start)
+                self._generating.encoder.erase(chat.salt)
                 remove(chat.salt, ids, start, self.memory, self._kept, self._disk_tier)
             self.conversations.forget(name)
 

@@ -71,6 +71,12 @@ class EncoderReuse:
         """Keep nothing. The caller holds the memory's lock, if calls may be under way."""
         self._outputs.clear()
 
+    def erase(self, salt: Hashable) -> None:
+        """Keep nothing of calls with a salt: of which conversation a call was is not known."""
+        with self._memory.lock, self._memory.change:
+            for inputs in [x for x in self._outputs if x.salt == salt]:
+                del self._outputs[inputs]
+
     def generate(
         self, ids: Any, kwargs: dict[str, Any], named: bool, salt: Hashable, depends: dependence.Depends, epoch: int
     ) -> tuple[Any, tuple[RowReuse, ...]]:

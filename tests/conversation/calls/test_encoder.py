@@ -128,6 +128,18 @@ def test_other_weights_and_cleared_stores_have_nothing(encoded: Encoded) -> None
     assert encoded.ask(inputs) == 1
 
 
+def test_what_is_erased_is_computed_and_what_has_another_salt_is_not(encoded: Encoded) -> None:
+    inputs = ones(some_ids(20))
+    encoded.store.open("a").generate(**inputs, **GREEDY)
+    assert encoded.ask(inputs, salt="b") == 1
+    encoded.store.forget("a")
+    assert encoded.ask(inputs) == 0
+    encoded.store.open("a").generate(**inputs, **GREEDY)
+    encoded.store.forget("a", erase=True)
+    assert [x.salt for x in encoded.store._generating.encoder._outputs] == ["b"]
+    assert [encoded.ask(inputs, salt=salt) for salt in (None, "b")] == [1, 0]
+
+
 def test_what_is_kept_has_a_budget() -> None:
     encoded = Encoded("bart", state_budget=2 * BYTES)
     with encoded.store:
