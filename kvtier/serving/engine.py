@@ -256,7 +256,8 @@ class Engine:
             logprobs: whether the log-probability of each token is kept.
             top_logprobs: how many of the likeliest tokens are kept at each place, with their log-probabilities.
             salt: what is kept of a request is found by those with an equal salt only, so that tenants share nothing.
-            conversation: of the store, whose history prompt and answer become when the request has ended.
+            conversation: of the store, whose history prompt and answer become when the request has ended. Of several
+                sequences the first one is its turn.
             tenant: whose it is: under the fair scheduler, the tenant that was served least goes next.
             listener: called with the output of each of the request's sequences whenever it has a new token, and when it
                 has ended. In the thread that runs the steps, under the engine's lock: it must not block. The engine
@@ -412,14 +413,13 @@ class Engine:
 
         Raises:
             UnsupportedError: as of `add_request`. Whatever is raised, as by Ctrl-C, cancels them all.
-            ConfigError: a `request_id` for several prompts. Nothing was begun.
+            ConfigError: a `request_id` or a `conversation` for several prompts. Nothing was begun.
         """
         self._loop.check_outside()
         terms = RequestOptions(**{name: options.pop(name) for name in RequestOptions.names() & options.keys()})
         seed = options.pop("seed", None)
         prompts = list(map(prompt_of, inputs))
-        if terms.request_id is not None and len(prompts) > 1:
-            raise ConfigError(f"request_id={terms.request_id!r:.80} cannot name {len(prompts)} requests: leave it out.")
+        terms.check_prompts(len(prompts))
         own = options_of_each(options, len(prompts))
 
         def prepare(number: int) -> Prepared:

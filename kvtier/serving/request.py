@@ -134,6 +134,13 @@ class RequestOptions:
         """Of all of them."""
         return {each.name for each in fields(cls)}
 
+    def check_prompts(self, count: int) -> None:
+        """Raise `ConfigError` where so many prompts would have one name, or be the same turn of a conversation."""
+        for name in ("request_id", "conversation"):
+            value = getattr(self, name)
+            if value is not None and count > 1:
+                raise ConfigError(f"{name}={value!r:.80} is of one request, not of {count}: leave it out.")
+
 
 class Prepared(NamedTuple):
     """What is asked for a prompt, checked, and not in the queue yet.

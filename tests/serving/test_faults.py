@@ -23,7 +23,7 @@ from families import build_model, tiny_model
 from workloads import _bytes_of_a_block, by_generate, model_of
 
 import kvtier
-from kvtier import BudgetError, ConfigError, Engine, MismatchError, QueueFullError, TieredMemory
+from kvtier import BudgetError, ConfigError, ConversationStore, Engine, MismatchError, QueueFullError, TieredMemory
 from kvtier.serving.requests import MAX_ENDED
 
 TIMES = int(os.environ.get("KVTIER_TEST_WORKLOADS", "1"))
@@ -663,13 +663,27 @@ def test_a_name_that_a_user_has_given_is_no_other_request_s() -> None:
 
 def test_a_name_is_of_one_request_of_a_batch() -> None:
     with Engine(tiny_model("llama"), host_budget="8MiB") as engine:
-        with pytest.raises(ConfigError, match="cannot name 2 requests"):
+        with pytest.raises(ConfigError, match="of one request"):
             engine.generate_batch([[5, 6], [5, 7]], request_id="x", max_new_tokens=2)
         assert not engine.load.running
         assert not engine.load.waiting
         for prompt, failed in (([5, 6], False), ([], True)):
             (output,) = engine.generate_batch([prompt], request_id="x", max_new_tokens=2).values()
             assert (output.request_id, output.error is not None) == ("x", failed)
+
+
+def test_a_turn_of_a_conversation_is_of_one_request_of_a_batch() -> None:
+    model = tiny_model("llama")
+    with ConversationStore(model, host_budget="8MiB") as store, Engine(model, store=store) as engine:
+        with pytest.raises(ConfigError, match="conversation='x' is of one request, not of 2"):
+            engine.generate_batch([[5, 6], [5, 7]], conversation="x", max_new_tokens=2)
+        assert not engine.load.running
+        assert not engine.load.waiting
+        assert not store.names
+        options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": True, "num_return_sequences": 3, "seed": 1}
+        first, *others = engine.generate_batch([[5, 6]], conversation="x", **options).values()
+        assert store.open("x").ids == [5, 6, *first.generated_tokens]
+        assert all(each.generated_tokens != first.generated_tokens for each in others)
 
 
 def test_further_sequences_of_a_prompt_have_nothing_of_it_computed() -> None:
