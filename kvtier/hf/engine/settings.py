@@ -30,11 +30,27 @@ OTHER_WAYS: dict[str, tuple[Any, ...]] = {
 #: Of settings that an engine does not honour, values that say what is the case anyway; of others, False does.
 _PLAIN = OTHER_WAYS | {"diversity_penalty": (0.0,), "length_penalty": (1.0,), "use_cache": (True,)}
 
+#: Of these, what a model's own config may ask of each call of `generate`: beams, and what is returned besides tokens.
+_OF_MODELS = (
+    "num_beams",
+    "num_beam_groups",
+    "output_attentions",
+    "output_hidden_states",
+    "output_scores",
+    "output_logits",
+)
+
 #: The largest number that a setting may be, and lists within each other.
 _LARGEST, _DEEPEST = 1e300, 3
 #: The longest n-gram: Transformers copies a sequence once for each of its tokens, and where it is of an answer in every
 #: step.
 _LONGEST = 256
+
+
+def token_by_token(own: Any) -> dict[str, Any]:
+    """Settings that take back what a model's generation config asks for besides one sequence, token by token: beams, or
+    scores next to the tokens."""
+    return {name: OTHER_WAYS[name][-1] for name in _OF_MODELS if getattr(own, name, None) not in OTHER_WAYS[name]}
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:

@@ -28,7 +28,7 @@ from kvtier.serving.http.parsing import Parser, unread_ends
 from kvtier.serving.http.requests.asked import Asked
 from kvtier.serving.http.requests.keys import Caller, Keys, Visit
 from kvtier.serving.http.requests.refusals import Refusal, invalid, refusal_of_asked, shutting_down, too_long
-from kvtier.serving.http.requests.settings import Penalties, asked_of, check_settings
+from kvtier.serving.http.requests.settings import Penalties, asked_of, check_settings, with_own
 from kvtier.serving.http.sessions import Sessions
 from kvtier.serving.request import RequestOutput
 from kvtier.stats import CacheStats
@@ -155,8 +155,9 @@ class EngineManager(BaseGenerateManager):
             text = f"{sequences} answers are asked for, and no more than {most} requests may wait here: ask for less."
             raise Refusal(400, text, code="too_many_answers", param="n" if asked.count > 1 else "prompt")
         lengths = [self._length(len(ids), asked, default_tokens) for ids in prompts]
-        parsers, own = parsers or [None] * sequences, self.engine.model.generation_config.eos_token_id
-        silent = unread_ends(self.tokenizer, parsers[0], asked.settings.get("eos_token_id", own))
+        parsers, own = parsers or [None] * sequences, self.engine.model.generation_config
+        asked = with_own(asked, own)
+        silent = unread_ends(self.tokenizer, parsers[0], asked.settings.get("eos_token_id", own.eos_token_id))
         answers = Answers(
             [Answer(self.tokenizer, asked.stop, parser, _least(asked), silent) for parser in parsers],
             asked.count,
@@ -243,8 +244,7 @@ class EngineManager(BaseGenerateManager):
             options["logits_processor"] = [Penalties(len(ids), asked.presence, asked.frequency)]
         name, count = f"http-{next(self._numbers)}", asked.count if terms.samples else 1
         numbers = {name if not k else f"{name}#{k}": number + k for k in range(count)}
-        if count > 1:
-            options["num_return_sequences"] = count
+        options["num_return_sequences"] = count  # also 1: the model's own config may ask for more
         names = self._names.get(answers)
         if names is None:  # everything has been cancelled since the first ones of them were added
             raise shutting_down()

@@ -18,6 +18,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from kvtier.conversation.store import ConversationStore
 from kvtier.errors import ConfigError
+from kvtier.hf.engine.settings import token_by_token
 from kvtier.hf.models.positions import count_of_positions
 from kvtier.serving.engine import Engine
 from kvtier.serving.http.app import build
@@ -89,6 +90,9 @@ class Server:
             secret = secret_of(options.directory)
             self.keys = Keys({}, secret) if options.key_file is None else Keys.read(options.key_file, secret)
             context = _context(model, options.context)
+            for setting, plain in token_by_token(own := model.generation_config).items():
+                said = f"sets {setting}={getattr(own, setting)!r}, which is not served"
+                _LOG.warning("The model's generation config %s: answers are decoded with %s=%r.", said, setting, plain)
             metrics = Metrics(options.name)
             limits = Limits(context, options.default_tokens, options.ttl, options.sessions)
             self.manager = EngineManager(engine, tokenizer, store=store, keys=self.keys, metrics=metrics, limits=limits)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from kvtier.hf.engine.settings import token_by_token
 from kvtier.serving.http.requests.asked import Asked
 from kvtier.serving.http.requests.refusals import invalid
 
@@ -58,6 +60,18 @@ def check_settings(settings: Mapping[str, Any], samples: bool, vocabulary: int |
     for name, plain in _OF_SAMPLING.items():
         if name in settings and settings[name] not in plain:
             raise invalid(name, "it is of sampling, and this request does not sample: give do_sample, or a temperature")
+
+
+def with_own(asked: Asked, own: Any) -> Asked:
+    """What a request asks of a model, each of whose answers is one text: its generation config may ask for beams or
+    scores, and its stop strings count as those of the request do, in generated text only.
+
+    Args:
+        own: the model's generation config.
+    """
+    stop = getattr(own, "stop_strings", None) or []
+    stop = dict.fromkeys([*asked.stop, *([stop] if isinstance(stop, str) else stop)])
+    return replace(asked, stop=list(stop), settings={**asked.settings, **token_by_token(own), "stop_strings": []})
 
 
 def _ids_in(value: Any) -> Iterator[int]:
