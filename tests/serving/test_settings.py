@@ -17,7 +17,7 @@ from transformers import (
     MaxTimeCriteria,
     SynthIDTextWatermarkingConfig,
 )
-from transformers.generation import stopping_criteria
+from transformers.generation import stopping_criteria, utils
 from workloads import gaps_of, stream_of_tokens
 
 from kvtier import BudgetError, ConfigError, Engine, UnsupportedError
@@ -259,7 +259,7 @@ def test_a_request_ends_when_its_time_is_over() -> None:
         {"max_new_tokens": "5"},
         {"temperature": 0.0, "do_sample": True},
         {"temperature": float("nan"), "do_sample": True},
-        {"exponential_decay_length_penalty": (1,)},
+        {"exponential_decay_length_penalty": (1,), "eos_token_id": 5},
     ],
     ids=str,
 )
@@ -274,6 +274,38 @@ def test_what_transformers_does_not_take_is_a_config_error_of_its_request(option
         assert not engine.step()
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize(
+    ("own", "options"),
+    [
+        ({}, {"eos_token_id": -1, "min_new_tokens": 2}),
+        ({}, {"eos_token_id": [-1, -2]}),
+        ({"eos_token_id": -1}, {}),
+        ({"max_length": 50, "min_length": 9}, {"min_new_tokens": 2}),
+        ({"max_length": 50, "max_new_tokens": 9}, {}),
+    ],
+    ids=str,
+)
+def test_requests_of_what_is_usual_log_nothing(
+    own: dict[str, Any], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No end of an answer, and lengths in the place of the model's own: a server has that in each of its requests."""
+    expected, model = generated({"max_new_tokens": 7}).sequences[0, LONG:].tolist(), tiny_model("llama")
+    said = list[str]()
+    for name, value in own.items():
+        monkeypatch.setattr(model.generation_config, name, value)
+    monkeypatch.setattr(utils.logger, "warning", said.append)
+    with Engine(model, host_budget="16MiB", block_size=4) as engine:
+        (output,) = engine.generate_batch([PROMPT], **{"max_new_tokens": 7, "do_sample": False} | options).values()
+    assert (output.generated_tokens, output.finish_reason, said) == (expected, "length", [])
+
+
+@pytest.mark.parametrize("end", [None, -1])
+def test_a_penalty_of_the_end_needs_an_end(end: int | None) -> None:
+    needs = "exponential_decay_length_penalty is of an eos_token_id"
+    with Engine(tiny_model("llama"), host_budget="16MiB") as engine, pytest.raises(ConfigError, match=needs):
+        engine.add_request(PROMPT, exponential_decay_length_penalty=(2, 1.5), eos_token_id=end)
 
 
 def test_the_time_of_a_request_runs_from_when_it_is_added(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,6 +46,14 @@ def _checked(seed: Any) -> int | None:
     raise ConfigError(f"seed={seed!r:.80}: give a whole number from {_LEAST_SEED} to {_LARGEST_SEED}, or None.")
 
 
+def _ends_of(ids: Any) -> Any:
+    """Token ids that end a sequence, without those that are none, such as -1, of which Transformers would warn at each
+    request; None: there are no others."""
+    if ids is None or isinstance(ids, float):
+        return ids
+    return [x for x in torch.as_tensor(ids).flatten().tolist() if x >= 0] or None
+
+
 class _History:
     """The tokens of a sequence as a tensor, to which only those are added that have come since it was asked for last:
     what is computed for a token does not grow with the sequence.
@@ -157,13 +165,17 @@ class Sampling:
             raise UnsupportedError(f"cache_implementation={config.cache_implementation!r}: an engine's cache is exact.")
         device = device_of(model)  # processors keep tensors, which meet the scores there
         ids = torch.tensor([list(prompt)], dtype=torch.long, device=device)
+        config.eos_token_id = _ends_of(config.eos_token_id)
+        if config.exponential_decay_length_penalty is not None and config.eos_token_id is None:
+            raise ConfigError("exponential_decay_length_penalty is of an eos_token_id, and there is none.")
         model._prepare_special_tokens(config, True, device=ids.device)
         given = generation_config if generation_config is not None else GenerationConfig()
         defaults = {
             f"has_default_{name}": options.get(name) is None
             and getattr(given, name, None) is None
-            and getattr(model.generation_config, name, None) is None
-            for name in ("max_length", "min_length")
+            # Of a model's own length that a number of new tokens takes the place of, a line is no news at each request.
+            and (getattr(model.generation_config, name, None) is None or getattr(config, new) is not None)
+            for name, new in (("max_length", "max_new_tokens"), ("min_length", "min_new_tokens"))
         }
         config = model._prepare_generated_length(
             generation_config=config,
