@@ -91,10 +91,12 @@ demo: $(NEWEST)/.ready if-native ## run the demo (ARGS="--model NAME ...")
 # No test may depend on a model hub; tiny tensors only lose by threads.
 RUN_PYTEST = HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -o cache_dir=$(1)/.pytest_cache $(2) $(PYTEST_ARGS)
 RUN_TESTS = $(call RUN_PYTEST,$(1),-m "not slow" $(2))
-# What does not depend on the version of Transformers runs in one of the two, and of other tests each case does: see
-# tests/conftest.py. `test-newest` and `test-oldest` run all.
+# What does not depend on the version of Transformers runs in one of the two, and of other tests each case does; of the
+# longest ones a part of the cases, by the day of the commit: see tests/conftest.py. `test-newest` and `test-oldest` run
+# all.
 test: $(NEWEST)/.ready $(OLDEST)/.ready if-native ## run the tests on the newest and the oldest Transformers, side by side (PYTEST_ARGS="-k NAME")
-	@log=$(OLDEST)/pytest.log; \
+	@log=$(OLDEST)/pytest.log; committed=$$(git log -1 --format=%ct 2>/dev/null || date +%s); \
+	export KVTIER_TEST_SAMPLE=$${KVTIER_TEST_SAMPLE:-$$((committed / 86400))}; \
 	KVTIER_TEST_SIDE=oldest $(call RUN_TESTS,$(OLDEST)) >$$log 2>&1 & oldest=$$!; \
 	trap 'kill $$oldest 2>/dev/null' INT TERM; \
 	echo "newest Transformers ($(NEWEST)); meanwhile the oldest ($(OLDEST)) reports to $$log"; \

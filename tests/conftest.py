@@ -5,14 +5,13 @@ KVTIER_TEST_SHARE=1/3 runs every third test, beginning with the second.
 KVTIER_TEST_SIDE=newest or oldest runs one of two sides, for two versions of Transformers that are tested side by side.
 What does not depend on the version is on one side. Elsewhere the cases of a test are dealt out: every test runs on both
 sides, and every case on one. A test of one case runs on both sides if it is `NEAR` Transformers, else on the newest.
-Of a test marked `sampled(n)` the two sides together run every n-th case: others for each of n KVTIER_TEST_SEED in turn.
+Of a test marked `sampled(n)` the two sides together run every n-th case: KVTIER_TEST_SAMPLE modulo n says which.
 Without it all runs.
 """
 
 import contextlib
 import gc
 import os
-import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -26,7 +25,7 @@ SIDES = ("newest", "oldest")
 #: What runs on one side alone: folders, and files by the beginning of their names.
 ONE_SIDED = {
     "newest": (
-        "calibration/",
+        *("calibration/", "scheduling/", "eviction/", "serving/test_sub_batches"),
         *("test_imports", "test_packaging", "test_documents", "test_figures", "test_demo"),
         *(f"hf/test_{x}" for x in ("trained", "half_precision", "needed")),
         "hf/cache/test_interrupted_hybrids",
@@ -34,7 +33,7 @@ ONE_SIDED = {
     ),
     "oldest": (
         *("memory/", "transfer/", "tables/", "forward/", "kernels/", "attention/", "cuda/", "planning/"),
-        *("scheduling/", "cpu/", "eviction/", "serving/test_sub_batches", "test_benchmarks"),
+        *("cpu/", "test_benchmarks"),
     ),
 }
 #: Where what differs between versions is called, or calls.
@@ -171,14 +170,14 @@ def by_test(items: Iterable[pytest.Item]) -> list[list[pytest.Item]]:
     return list(cases.values())
 
 
-def sampled(items: list[pytest.Item], seed: int) -> list[pytest.Item]:
+def sampled(items: list[pytest.Item], first: int) -> list[pytest.Item]:
     """Of the tests that are marked so every n-th case, in an order by their names; of the others all."""
     left = set[pytest.Item]()
     for some in by_test(items):
         if mark := some[0].get_closest_marker("sampled"):
             (step,) = mark.args
             drawn = sorted(some, key=lambda item: zlib.crc32(item.nodeid.encode()))
-            left.update(set(drawn) - set(drawn[seed % min(step, len(drawn)) :: step]))
+            left.update(set(drawn) - set(drawn[first % min(step, len(drawn)) :: step]))
     return [item for item in items if item not in left]
 
 
@@ -207,8 +206,7 @@ def pytest_collection_finish() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if side := os.environ.get("KVTIER_TEST_SIDE"):
-        seed = int(os.environ.get("KVTIER_TEST_SEED") or time.time() // 86_400)
-        items[:] = dealt(sampled(items, seed), side)
+        items[:] = dealt(sampled(items, int(os.environ.get("KVTIER_TEST_SAMPLE", "0"))), side)
     if share := os.environ.get("KVTIER_TEST_SHARE"):
         first, step = map(int, share.split("/"))
         items[:] = items[first::step]

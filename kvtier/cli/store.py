@@ -288,9 +288,9 @@ def _collect(upkeep: Upkeep) -> None:
 
 
 def messages_of(state: dict[str, Any]) -> list[dict[str, Any]]:
-    """The messages of a saved conversation; none, where they are no messages."""
+    """The messages of a saved conversation, without what is none."""
     found = state.get("messages")
-    return found if isinstance(found, list) and all(isinstance(x, dict) for x in found) else []
+    return [x for x in found if isinstance(x, dict)] if isinstance(found, list) else []
 
 
 def turns_of(state: dict[str, Any]) -> int:

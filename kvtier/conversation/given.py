@@ -153,8 +153,11 @@ def check_text(tokenizer: object, messages: Sequence[Mapping[str, Any]]) -> None
     """Whether a chat can say messages: a chat gives a model token ids, and nothing else.
 
     Raises:
-        ConfigError: a part of one is no text, or a processor is given in place of a tokenizer.
+        ConfigError: one is no message, or a part of one no text, or a processor is given in place of a tokenizer.
     """
+    odd = next((message for message in messages if not isinstance(message, Mapping)), None)
+    if odd is not None:
+        raise ConfigError(f"{reprlib.repr(odd)} is among the messages of this chat, and is none: take it out.")
     way_out = "Give `generate` of the conversation all that the model's processor makes of the messages."
     if is_processor(tokenizer):
         raise ConfigError(

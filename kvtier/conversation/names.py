@@ -265,15 +265,15 @@ class Conversations:
                 else:
                     self._ranks.follow(chat.name, (computed_as, chat.salt), ids, chat.rank)
             elif not self._owner.closed and chat.name not in self._unread:
-                self._rank_again(chat.name)
+                self._rank_again(chat.name, computed_as)
 
-    def _rank_again(self, name: str) -> None:
+    def _rank_again(self, name: str, computed_as: Hashable) -> None:
         """A call has ended whose conversation was forgotten meanwhile. Another one of its name has its rank on its own
         history, and not on what that call has computed."""
         known = self._known.get(name)
         if known is not None:
             other = known.chat() or records.again(known.says)
-            self._ranks.follow(name, (self._computed_as, other.salt), records.ranked_ids(other), other.rank)
+            self._ranks.follow(name, (computed_as, other.salt), records.ranked_ids(other), other.rank)
         elif name in self._known:  # it is read when somebody asks for it
             self._ranks.forget(name)
             self._unread.add(name)

@@ -229,9 +229,10 @@ def test_a_model_that_one_process_has_sharded_is_the_same_one(tmp_path: Path) ->
         import sys
         import torch
         import torch.distributed as dist
-        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
         from families import build_model
         from kvtier import ConversationStore
+        from kvtier.hf.models.identity.dependence import computed_as
         from kvtier.hf.models.identity.fingerprint import fingerprint
 
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -244,6 +245,11 @@ def test_a_model_that_one_process_has_sharded_is_the_same_one(tmp_path: Path) ->
             for cached in (0, 20):
                 ids = store.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, do_sample=False)
                 assert (store.reuse[0].cached, store.stats.problem) == (cached, "")
+        other = build_model("llama", "sdpa")
+        was = computed_as(other)
+        assert computed_as(model) == was
+        fully_shard(other, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        assert computed_as(other) != was, "its keys and values are of another dtype"
         dist.destroy_process_group()
     """
     path = os.pathsep.join(str(Path(__file__).parents[up] / name) for up, name in ((2, ""), (1, "hf")))

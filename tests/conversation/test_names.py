@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import shutil
 import sqlite3
 import sys
 import threading
@@ -206,6 +207,8 @@ def test_messages_without_a_role_are_read_as_they_were_saved(tmp_path: Path) -> 
             assert store.open("a").messages == messages
     with store_of(tiny_model("llama"), directory=tmp_path) as store:
         chat = store.open("a")
+        with pytest.raises(ConfigError, match="'c' is among the messages"):
+            chat.send("d", tokenizer=Tokenizer(), **GREEDY)
         chat.rewind(turns=1)
         assert chat.messages == []
 
@@ -424,3 +427,19 @@ def test_a_store_that_closes_names_the_conversations_that_are_forgotten_and_not_
         store.forget("a")
     with store_of(tiny_model("llama"), directory=tmp_path) as store:
         assert store.names == ["b"]
+
+
+def test_a_store_that_closes_names_nothing_that_went_with_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    def fails(*args: Any) -> None:
+        raise sqlite3.OperationalError("disk I/O error")
+
+    store = store_of(tiny_model("llama"), directory=tmp_path / "chats")
+    store.open("a").went_on([1, 2, 3])
+    store.flush()
+    monkeypatch.setattr(ConversationRows, "drop", fails)
+    store.forget("a")
+    shutil.rmtree(tmp_path / "chats")
+    store.close()
+    assert not [x for x in recwarn if "were forgotten" in str(x.message)]

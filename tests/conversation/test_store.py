@@ -800,6 +800,11 @@ def test_a_streamer_is_told_a_prompt_once_though_it_is_computed_again(monkeypatc
         assert store.generate(**inputs, streamer=Streamer(), **GREEDY)[0].tolist() == right
         assert "computes other tokens than the rest of the prompt" in store.reuse[0].why
         assert told == [right[:-6], *([x] for x in right[-6:]), []]
+        monkeypatch.setattr(model, "prepare_inputs_for_generation", whole)
+        with pytest.MonkeyPatch.context() as sharded:
+            sharded.setattr(generation, "waits_for_others", lambda model: True)  # they compute nothing again
+            with pytest.raises(UnsupportedError, match="the weights are sharded"):
+                store.generate(**ones(grown(torch.tensor([right]))), **GREEDY)
 
 
 def check_that_a_call_within_is_refused(chat: Conversation) -> None:

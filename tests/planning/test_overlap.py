@@ -68,7 +68,7 @@ def test_one_layer_that_fetches_has_the_link_for_itself() -> None:
 
 
 def test_what_is_not_played_again_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second step is left where the link is as far behind as in the first one."""
+    """A second step ends where the link is as far behind as in the first one."""
     for seed in range(100):
         rng = random.Random(seed)
         kinds, order = rng.randint(1, 4), list[int]()

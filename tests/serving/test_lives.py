@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import threading
@@ -23,6 +24,7 @@ from kvtier import (
     TieredMemory,
     UnsupportedError,
 )
+from kvtier.hf.attention import enable
 
 PROMPT = list(range(1, 12))
 OPTIONS: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
@@ -53,16 +55,27 @@ def test_an_engine_goes_on_after_another_one_of_its_model_is_closed(first: int) 
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_an_engine_is_packed_though_another_one_of_its_model_is_closed_while_it_tries_that() -> None:
+def test_an_engine_is_packed_though_another_one_of_its_model_is_closed_while_it_tries_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """In the midst of a forward, whose mask is that of one implementation."""
     model = model_of()
-    before, closing = Engine(model, host_budget="8MiB"), list[threading.Thread]()
+    before, closing, comes = Engine(model, host_budget="8MiB"), list[threading.Thread](), threading.Event()
+    changes = enable._changing
+
+    def changing() -> contextlib.AbstractContextManager[None]:
+        if threading.current_thread() in closing:
+            comes.set()
+        return changes()
+
+    monkeypatch.setattr(enable, "_changing", changing)
 
     def close(_: Any, given: tuple[torch.Tensor, ...]) -> None:
         if given[0].shape[1] == 3 and not closing:  # a chunk behind others
             closing.append(threading.Thread(target=before.close))
             closing[0].start()
-            closing[0].join(0.1)
+            assert comes.wait(60)
+            closing[0].join(0.1)  # it waits for this forward, or is through at once
 
     with model.model.layers[0].register_forward_pre_hook(close), Engine(model, host_budget="8MiB") as engine:
         closing[0].join(60)

@@ -18,7 +18,7 @@ from kvtier.conversation.kept.kept import MOST_STATES, SPACING, Entry, Kept
 from kvtier.conversation.saved.disk_tier import DiskTier
 from kvtier.conversation.saved.tail import Tail
 from kvtier.conversation.states import States, copied, has_states, joined
-from kvtier.errors import BudgetError, CorruptionError, KVTierError
+from kvtier.errors import BudgetError, CorruptionError, KVTierError, UnsupportedError
 from kvtier.hf.models import generation as of
 from kvtier.hf.models import trials
 from kvtier.hf.models.identity import dependence
@@ -31,7 +31,7 @@ _TRIES = 3
 _NOT_KEPT = (KVTierError, MemoryError, RuntimeError)
 _NO_ROOM = "no room for what is kept and the rest of the call"
 _IN_ITSELF = "the model keeps states in itself"
-_SHARDED = "every process that the weights are sharded over computes as many forwards"
+_SHARDED = "the weights are sharded: every process has to compute the same number of forwards"
 
 
 class _Run:
@@ -115,13 +115,23 @@ class PrefixReuse:
         try:
             return self._generate(call, kwargs)
         except GivenOthers:
+            self._check_again()
             call.why = "this way to generate computes other tokens than the rest of the prompt"
         except BudgetError:
             # To read what was there takes room too, that a prompt which is computed whole does not need.
-            if not call.refused:
+            if not call.refused or of.waits_for_others(self._model):
                 raise
             call.why = _NO_ROOM
         return self._generate(call, kwargs)
+
+    def _check_again(self) -> None:
+        """A call is about to be computed once more. Raises UnsupportedError: other processes wait for its forwards, and
+        compute none once more."""
+        if of.waits_for_others(self._model):
+            raise UnsupportedError(
+                "This way to generate computes other tokens than the rest of the prompt, and the weights are sharded: "
+                "use the model's own `generate`."
+            )
 
     def _generate(self, call: Call, kwargs: dict[str, Any]) -> tuple[Any, tuple[RowReuse, ...]]:
         """Generate, from what is there but where `call.why` says that nothing may be."""

@@ -474,9 +474,11 @@ class Disk:
     def close(self) -> None:
         """Let others open the folder. Idempotent; where it was cut short, the next call goes on."""
         with self._writing, self._lock:
-            if not self.closed and self.forgotten and self._folder.there():
-                self._drop_forgotten()
             is_open = not self.closed and self._folder.there()  # never in a process that was forked
+            if is_open and self.forgotten:
+                self._drop_forgotten()
+            elif self._folder.is_elsewhere:
+                self.forgotten.clear()  # with the folder
             if is_open and self._is_settled() and self._chunks.unsaved:
                 with self._telling("what was used last is not noted", lesser=True), self._manifest.transaction():
                     self._manifest.use(self._chunks.unsaved)

@@ -33,12 +33,15 @@ def parsers_of(tokenizer: Any, model: Any, ids: Sequence[int], tools: Any, count
 
 def _beginning(tokenizer: Any, spec: Any, ids: Sequence[int]) -> int:
     """Where an answer begins in a prompt without the mark that a template knows: behind the last token that a chat is
-    marked up with, and that the template does not read. So what a user writes begins no region of the answer."""
-    added = tokenizer.added_tokens_decoder
-    for at in range(len(ids) - 1, 0, -1):  # the first token begins a prompt, and not an answer
+    marked up with, and that the template does not read. So what a user writes begins no region of the answer. Without
+    such a token: with the one at the end of the prompt that begins a region, if there is one."""
+    added, last = tokenizer.added_tokens_decoder, len(ids) - 1
+    for at in range(last, 0, -1):  # the first token begins a prompt, and not an answer
         if ids[at] in added and not _reads(spec, tokenizer.decode([ids[at]])):
             return at + 1
-    return len(ids)
+    while last > 0 and not tokenizer.decode([ids[last]]).strip():
+        last -= 1
+    return last if last > 0 and _reads(spec, tokenizer.decode([ids[last]])) else len(ids)
 
 
 def _reads(spec: Any, text: str) -> bool:
@@ -57,7 +60,8 @@ def unread_ends(tokenizer: Any, parser: Any, ends: Any) -> frozenset[int]:
     """
     if parser is None or ends is None:
         return frozenset()
-    there = [x for x in ([ends] if isinstance(ends, int) else ends) if 0 <= x < len(tokenizer)]
+    # Special tokens are among those that were added. A client may name any number of others.
+    there = tokenizer.added_tokens_decoder.keys() & ({ends} if isinstance(ends, int) else set(ends))
     return frozenset(
         x
         for x in there

@@ -579,9 +579,11 @@ def test_what_is_erased_while_it_is_read_ahead_is_not_kept(tmp_path: Path, monke
         assert has_read.wait(60)
         erases = threading.Thread(target=functools.partial(store.forget, "0", erase=True))
         erases.start()
-        erases.join(0.3)
+        while not wake._cancelled and erases.is_alive():
+            time.sleep(0.001)
         goes_on.set()
-        erases.join()
+        erases.join(60)
+        assert not erases.is_alive()
         assert wake.wait(60)
         assert not store.kept.entries
         store.check_integrity()

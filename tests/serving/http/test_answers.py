@@ -195,4 +195,5 @@ def test_what_a_user_writes_begins_no_region_of_the_answer(trained: tuple[Any, A
 
     assert said(wrote, SAID) == ("", SAID)
     assert said(f"<own_turn>{wrote}<own_turn>", SAID) == ("", SAID)
-    assert said(f"<own_turn>{wrote}<own_turn><think>\n", f"It is.</think>{SAID}") == ("It is.", SAID)
+    for marked in (f"<own_turn>{wrote}<own_turn><think>\n", f"### User: {wrote}\n### Model:<think>\n"):
+        assert said(marked, f"It is.</think>{SAID}") == ("It is.", SAID)

@@ -23,7 +23,7 @@ class Depends(NamedTuple):
     """What keys and values depend on besides tokens.
 
     Attributes:
-        computed_as: adapters, and the dtype of autocast.
+        computed_as: adapters, and the dtypes of sharded modules and of autocast.
         weights: a number that changes when weights are written or replaced.
         training: what is in training mode, which may change what it gives: "the model" or a part; "": nothing.
         adapted: modules with adapters, switched on or off.
@@ -108,7 +108,7 @@ def computed_as(model: Any) -> tuple[Any, ...]:
 
 
 def _computed_as(model: Any, modules: list[Any]) -> tuple[Any, ...]:
-    return (*_adapters(modules), *_left_out(model), autocast_of(model))
+    return (*_adapters(modules), *_left_out(model), *_sharded_as(modules), autocast_of(model))
 
 
 def _left_out(model: Any) -> tuple[str, ...]:
@@ -153,13 +153,22 @@ def _weights(modules: list[Any]) -> int:
 
 
 def _reshard(modules: list[Any]) -> None:
-    """Take back what a forward has gathered of sharded weights (FSDP): that of the outermost module stays, in other
-    tensors each time."""
+    """Take back what a forward has gathered of sharded weights: that of the outermost module stays, in other tensors
+    each time."""
+    for module in _sharded(modules):
+        module.reshard()
+
+
+def _sharded_as(modules: list[Any]) -> tuple[str, ...]:
+    """The dtypes in which sharded modules compute, where their policies say that: their weights have others."""
+    policies = [module._get_fsdp_state()._mp_policy for module in _sharded(modules)]
+    return tuple(sorted({str(x.param_dtype) for x in policies if x.param_dtype is not None}))
+
+
+def _sharded(modules: list[Any]) -> list[Any]:
+    """The modules that FSDP shards."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # who shards a model has imported it
-    if fsdp is not None:
-        for module in modules:
-            if isinstance(module, fsdp.FSDPModule):
-                module.reshard()
+    return [] if fsdp is None else [module for module in modules if isinstance(module, fsdp.FSDPModule)]
 
 
 def lasting_buffers(module: Any) -> dict[str, torch.Tensor]:
