@@ -173,15 +173,18 @@ def mesh_of(model: Any) -> Any:
 
 
 def waits_for_others(model: Any) -> bool:
-    """Whether a forward of a model waits for one of each process that has a shard of its weights (FSDP). They generate
-    from other prompts, and `synced_gpus` lets them compute equally many forwards."""
+    """Whether a forward of a model waits for one of each process that has a shard of its weights (FSDP, DeepSpeed's
+    third stage). They generate from other prompts, and `synced_gpus` lets them compute equally many forwards."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return False
     if torch.distributed.get_world_size() == 1:
         return False
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-    return any(isinstance(module, (FSDPModule, FullyShardedDataParallel)) for module in model.modules())
+    return is_deepspeed_zero3_enabled() or any(
+        isinstance(module, (FSDPModule, FullyShardedDataParallel)) for module in model.modules()
+    )
 
 
 def executes_on(model: Any) -> torch.device | None:

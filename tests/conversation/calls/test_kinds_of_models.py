@@ -267,9 +267,21 @@ def test_a_model_whose_processes_wait_for_each_other_computes_as_many_forwards_a
             assert forwards[0] == GREEDY["max_new_tokens"]
             cached, why = store.reuse[0].cached, store.reuse[0].why
             assert (cached > 0) == (turn > 0 and name == "llama")
-            assert name == "llama" or "sharded over" in why
+            assert name == "llama" or "weights are sharded" in why
             assert bool(store.stats.sequences) == (name == "llama")
             store.drop(ids[0].tolist(), 16, 32)
+
+
+def test_processes_wait_for_each_other_where_weights_are_sharded(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build_model("llama", "sdpa")
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    assert not of.waits_for_others(model)
+    with monkeypatch.context() as patch:
+        patch.setattr("transformers.integrations.deepspeed.is_deepspeed_zero3_enabled", lambda: True)
+        assert of.waits_for_others(model)
+        patch.setattr(torch.distributed, "get_world_size", lambda: 1)
+        assert not of.waits_for_others(model)
 
 
 def test_a_model_that_continues_one_by_one_computes_whole_prompts() -> None:
