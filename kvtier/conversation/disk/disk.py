@@ -477,7 +477,7 @@ class Disk:
             is_open = not self.closed and self._folder.there()  # never in a process that was forked
             if is_open and self.forgotten:
                 self._drop_forgotten()
-            elif self._folder.is_elsewhere:
+            elif self.forgotten and self._folder.is_elsewhere:
                 self.forgotten.clear()  # with the folder
             if is_open and self._is_settled() and self._chunks.unsaved:
                 with self._telling("what was used last is not noted", lesser=True), self._manifest.transaction():
