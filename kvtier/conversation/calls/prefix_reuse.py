@@ -115,7 +115,11 @@ class PrefixReuse:
         try:
             return self._generate(call, kwargs)
         except GivenOthers:
-            self._check_again()
+            if of.waits_for_others(self._model):  # which compute nothing once more
+                raise UnsupportedError(
+                    "This way to generate computes other tokens than the rest of the prompt, and the weights are "
+                    "sharded: use the model's own `generate`."
+                ) from None
             call.why = "this way to generate computes other tokens than the rest of the prompt"
         except BudgetError:
             # To read what was there takes room too, that a prompt which is computed whole does not need.
@@ -123,15 +127,6 @@ class PrefixReuse:
                 raise
             call.why = _NO_ROOM
         return self._generate(call, kwargs)
-
-    def _check_again(self) -> None:
-        """A call is about to be computed once more. Raises UnsupportedError: other processes wait for its forwards, and
-        compute none once more."""
-        if of.waits_for_others(self._model):
-            raise UnsupportedError(
-                "This way to generate computes other tokens than the rest of the prompt, and the weights are sharded: "
-                "use the model's own `generate`."
-            )
 
     def _generate(self, call: Call, kwargs: dict[str, Any]) -> tuple[Any, tuple[RowReuse, ...]]:
         """Generate, from what is there but where `call.why` says that nothing may be."""

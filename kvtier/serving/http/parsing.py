@@ -56,12 +56,14 @@ def unread_ends(tokenizer: Any, parser: Any, ends: Any) -> frozenset[int]:
 
     Args:
         parser: None: of an answer that is all text, which has no special tokens.
-        ends: a token id, or several; None: there are none.
+        ends: a token id, or several, as a client gives them; None: there are none. What is no token id is refused
+            where the request is begun.
     """
     if parser is None or ends is None:
         return frozenset()
+    given = {x for x in (ends if isinstance(ends, (list, tuple)) else [ends]) if isinstance(x, int)}
     # Special tokens are among those that were added. A client may name any number of others.
-    there = tokenizer.added_tokens_decoder.keys() & ({ends} if isinstance(ends, int) else set(ends))
+    there = tokenizer.added_tokens_decoder.keys() & given
     return frozenset(
         x
         for x in there

@@ -174,6 +174,8 @@ def test_an_end_token_that_the_parser_does_not_know_is_no_text(trained: tuple[An
     silent = unread_ends(tokenizer, parser, [own, known, -1, 1 << 40])
     assert silent == {own}, "what is known the parser reads: it takes the spaces before it away"
     assert unread_ends(tokenizer, None, own) == unread_ends(tokenizer, parser, None) == frozenset()
+    for odd in ([[own], "x", None], 2.5, "x"):  # they are refused elsewhere
+        assert unread_ends(tokenizer, parser, odd) == frozenset()
     found = parts_of(tokenizer, f"{THOUGHT}{SAID}<own_end>", seed, silent=silent)
     assert text_and_calls(found) == (SAID, [])
     found = parts_of(tokenizer, f"{THOUGHT}{SAID}<tool_call>{CALL}<own_end>", seed, silent=silent)
