@@ -276,6 +276,13 @@ def test_what_transformers_does_not_take_is_a_config_error_of_its_request(option
         engine.close()
 
 
+@pytest.mark.parametrize("end", [[None], ["a"], "a", {"a": 1}, [[1], [2, 3]]], ids=repr)
+def test_an_end_that_is_no_token_is_refused(end: Any) -> None:
+    needs = "eos_token_id=.*give a token id"
+    with Engine(tiny_model("llama"), host_budget="16MiB") as engine, pytest.raises(ConfigError, match=needs):
+        engine.add_request(PROMPT, eos_token_id=end)
+
+
 @pytest.mark.parametrize(
     ("own", "options"),
     [

@@ -48,10 +48,14 @@ def _checked(seed: Any) -> int | None:
 
 def _ends_of(ids: Any) -> Any:
     """Token ids that end a sequence, without those that are none, such as -1, of which Transformers would warn at each
-    request; None: there are no others."""
+    request; None: there are no others. Raises `ConfigError`: these are no numbers."""
     if ids is None or isinstance(ids, float):
         return ids
-    return [x for x in torch.as_tensor(ids).flatten().tolist() if x >= 0] or None
+    try:
+        given = torch.as_tensor(ids)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"eos_token_id={ids!r:.80}: give a token id, or a list of them.") from error
+    return [x for x in given.flatten().tolist() if x >= 0] or None
 
 
 class _History:
