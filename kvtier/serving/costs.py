@@ -6,8 +6,9 @@ of this machine and this model (AdaptiveLLM, section 3.2, fits the same two pred
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -17,8 +18,8 @@ from kvtier.scheduling.job import Job, Load
 from kvtier.scheduling.prices import Prices
 from kvtier.stats import Counters
 
-#: Steps of which what they took is kept; and steps after which the fit is made again.
-_KEPT, _AGAIN = 128, 32
+#: Steps of about as many tokens of which what they took is kept; and steps after which the fit is made again.
+_KEPT, _AGAIN = 16, 32
 #: Tokens of a step from which on its time says how fast prompts are computed; and the weight of what was known.
 _TELLING, _KEEPS = 16, 0.8
 #: Bytes from which on copies tell the rate of the link, and times it was looked at of which the median is taken.
@@ -66,7 +67,8 @@ class Costs:
         self.loads: Callable[[], tuple[float, float] | None] = lambda: None
         self.machine(0, False)
         self._max_tokens = max_tokens
-        self._steps: deque[tuple[tuple[float, float, float], float]] = deque(maxlen=_KEPT)
+        # By the logarithm of their tokens: those that decode would drive out those of prompts, and tell less.
+        self._steps = defaultdict[int, deque[tuple[tuple[float, float, float], float]]](lambda: deque(maxlen=_KEPT))
         self._new = 0
         self._prices: Prices | None = None
         self._up, self._down = _Link(), _Link()
@@ -93,7 +95,7 @@ class Costs:
             pairs: of these tokens and tokens that they saw.
         """
         if seconds > 0 and tokens:
-            self._steps.append(((1.0, float(tokens), float(pairs)), seconds))
+            self._steps[tokens.bit_length()].append(((1.0, float(tokens), float(pairs)), seconds))
             self._new += 1
         if seconds > 0 and tokens >= _TELLING:
             self.rate = _KEEPS * self.rate + (1 - _KEEPS) * tokens / seconds
@@ -117,7 +119,8 @@ class Costs:
             self._new = 0
             fixed, per_token, per_pair = _FIXED, _PER_TOKEN, 0.0
             if self._steps:
-                fixed, per_token, per_pair = least_relative([x for x, _ in self._steps], [x for _, x in self._steps])
+                sizes, seconds = zip(*itertools.chain.from_iterable(self._steps.values()), strict=True)
+                fixed, per_token, per_pair = least_relative(sizes, seconds)
             self._prices = Prices(fixed, per_token, per_pair, 0.0, 0.0, chunked=self._max_tokens, written_through=True)
         return self._prices
 

@@ -161,6 +161,16 @@ def test_with_equal_prices_about_half_is_computed_meanwhile() -> None:
     assert choice.choose(SavedPrefix(files, 10_000, 0, 64)) in (0, 10_000), "nobody can use a tail alone"
 
 
+@pytest.mark.parametrize("slower", [1, 2, 4])
+def test_one_load_tells_that_a_tail_takes_less(slower: int) -> None:
+    choice, files = LoadOrCompute(), [(start, 100 * BYTES) for start in range(0, 10_000, 100)]
+    choice.loaded(10_000 * BYTES, slower * 10.0)
+    for tokens in (100, 1000, 10_000):
+        choice.computed(tokens, 0, 1, tokens * 1e-3)
+    start = choice.choose(SavedPrefix(files, 10_000, 0, 64, 16))
+    assert start / 10_000 == pytest.approx(slower / (slower + 1), abs=0.03), "both end at once"
+
+
 def test_what_is_there_is_not_read_again() -> None:
     choice = LoadOrCompute()
     files = [(start, 100 * BYTES) for start in range(0, 1000, 100)]

@@ -40,6 +40,16 @@ def test_steps_tell_what_they_take_and_disturbed_ones_do_not_count() -> None:
     assert prices.up == pytest.approx(100_000 / Rates().up)
 
 
+def test_steps_that_decode_do_not_drive_out_what_prompts_took() -> None:
+    costs, draw = costs_of(Rates()), random.Random(1)
+    for i in range(1000):
+        pairs = 4 * (2000 + i)
+        costs.observe(4, pairs, (FIXED + PER_TOKEN * 4 + PER_PAIR * pairs) * draw.uniform(0.98, 1.02))
+    prices = costs.prices()
+    assert prices.fixed == pytest.approx(FIXED, rel=0.05)
+    assert prices.per_token == pytest.approx(PER_TOKEN, rel=0.05)
+
+
 def test_a_fast_way_up_swaps_and_a_slow_one_recomputes() -> None:
     job = Job(1, 0.0, 801, 1000, cached=800, blocks=50, running=True)
     load = Load(0.0, [Job(0, 0.0, 9, 99, cached=8, blocks=1, running=True), job], [], 0, 16, 512, 8)

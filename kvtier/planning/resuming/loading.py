@@ -24,6 +24,8 @@ from kvtier.planning.resuming.resume import decide
 _WINDOW = 24
 #: What is expected to be within this factor of the best is taken where it is simpler: loading, and then computing, all.
 MARGIN = 1.05
+#: An overhead is told from a rate by loads of which one is so many times as large as another.
+SIZES_TELL = 2
 #: After so many times that something was computed, all is loaded: the disk may be faster by now.
 PROBE = 16
 
@@ -104,7 +106,11 @@ class LoadOrCompute:
         if not self._loads:
             return None
         if self._load is None:
-            fixed, per_byte = least_relative([(1.0, size) for size, _ in self._loads], [x for _, x in self._loads])
+            sizes, seconds = zip(*self._loads, strict=True)
+            # Loads of about one size do not tell an overhead from a rate. A fit would make half of them overhead, and
+            # to load a tail would seem to take long.
+            overhead = 1.0 if min(sizes) * SIZES_TELL <= max(sizes) else 0.0
+            fixed, per_byte = least_relative([(overhead, size) for size in sizes], seconds)
             self._load = fixed, per_byte
         return self._load[0] + self._load[1] * nbytes
 
