@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -24,17 +25,34 @@ class TextStream:
         tokenizer: of Transformers.
         skip_special_tokens: whether they are left out.
         silent: others that are left out.
+        behind: tokens that the text goes on from, and which are no part of it. Without them it is that of the tokens
+            alone: many tokenizers leave out the space that a text begins with.
     """
 
     def __init__(
-        self, tokenizer: Any, *, skip_special_tokens: bool = True, silent: frozenset[int] = frozenset()
+        self,
+        tokenizer: Any,
+        *,
+        skip_special_tokens: bool = True,
+        silent: frozenset[int] = frozenset(),
+        behind: Sequence[int] = (),
     ) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
         self._silent = silent | (_silent(tokenizer) if skip_special_tokens else frozenset())
-        self._tokens: list[int] = []  # the last of those that were said, and those that were not
-        self._said = 0
+        self._tokens = self._last(behind)  # the last of those that were said, and those that were not
+        self._said = len(self._tokens)
         self._early = 0  # characters of the others that were said, for only the last one has not come whole
+
+    def _last(self, behind: Sequence[int]) -> list[int]:
+        """The last of some tokens, one or those of a character; none, where a character has not come whole there."""
+        spoken = (token for token in reversed(behind) if token not in self._silent)
+        found = list[int]()
+        for token in itertools.islice(spoken, _LONGEST_CHARACTER):
+            found.insert(0, token)
+            if not self._decoded(found).endswith(_BROKEN):
+                return found
+        return []
 
     def put(self, token: int) -> str:
         """What text a token adds; "" while a character has not come whole."""
@@ -136,7 +154,7 @@ class StopsInAnswer:
         strings: none of them empty.
         prompt: tokens of the prompt.
         least: tokens of the answer; a string does not count that ends in them.
-        skip_special_tokens, silent: what is left out of the text, see `TextStream`.
+        skip_special_tokens, silent, behind: what is left out of the text, and what it goes on from: see `TextStream`.
 
     Attributes:
         on_host: an engine gives it ids on the host, wherever the model is.
@@ -153,16 +171,21 @@ class StopsInAnswer:
         least: int = 0,
         skip_special_tokens: bool = True,
         silent: frozenset[int] = frozenset(),
+        behind: Sequence[int] = (),
     ) -> None:
         self._tokenizer = tokenizer
         self._strings = tuple(strings)
         self._prompt = prompt
         self._least = least
-        self._skip, self._silent = skip_special_tokens, silent
+        self._options: dict[str, Any] = {
+            "skip_special_tokens": skip_special_tokens,
+            "silent": silent,
+            "behind": behind,
+        }
         self._begin()
 
     def _begin(self) -> None:
-        self._text = TextStream(self._tokenizer, skip_special_tokens=self._skip, silent=self._silent)
+        self._text = TextStream(self._tokenizer, **self._options)
         self._cutter = StopCutter(self._strings)
         self._read = self._prompt
 
@@ -180,6 +203,17 @@ class StopsInAnswer:
             self._read += 1
             self._cutter.put(self._text.put(token), ends=self._read > self._prompt + self._least)
         return self._cutter.found is not None
+
+
+def text_of(tokenizer: Any, token: int) -> str:
+    """The text that a token has behind others: with the space that many tokenizers leave out where a text begins.
+
+    Args:
+        tokenizer: of Transformers.
+    """
+    alone, twice = tokenizer.decode([token]), tokenizer.decode([token, token])
+    text: str = alone if _BROKEN in alone or not twice.startswith(alone) else twice[len(alone) :]
+    return text
 
 
 def bytes_of(tokenizer: Any, token: int, text: str) -> bytes | None:

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
-from transformers import AutoTokenizer
+from tokenizers import decoders, models
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from kvtier.serving.text import StopCutter, StopsInAnswer, TextStream
+from kvtier.serving.text import StopCutter, StopsInAnswer, TextStream, text_of
 
 TEXTS = (
     "def f(x):\n    return x\n",
@@ -47,6 +49,47 @@ def test_random_tokens_have_the_text_of_all_of_them(tokenizer: Any, seed: int) -
     stream = TextStream(tokenizer)
     said = "".join([*(stream.put(token) for token in ids), stream.end()])
     assert said == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+@pytest.fixture(scope="module")
+def words() -> Any:
+    """A tokenizer that leaves out the space a text begins with, as those of Llama 2 and Mistral."""
+    names = ("<s>", "▁the", "▁end", "end", "▁", "<0xC3>", "<0xA9>")
+    made = tokenizers.Tokenizer(models.BPE({x: i for i, x in enumerate(names)}, []))
+    parts = [decoders.Replace(names[4], " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    made.decoder = decoders.Sequence(parts)
+    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>")
+
+
+@pytest.mark.parametrize(
+    ("behind", "ids", "text"),
+    [
+        ([], [1, 2], "the end"),
+        ([2], [1, 2], " the end"),
+        ([2], [3], "end"),
+        ([2], [4, 4, 1], "   the"),
+        ([4], [3, 2], "end end"),
+        ([0], [1], "the"),  # a text begins there, too
+        ([2, 0], [1], " the"),
+        ([2], [5, 6, 2], "\u00e9 end"),
+        ([1, 5, 6], [2, 2], " end end"),
+        ([2, 5], [6, 2], "\ufffd end"),  # of a character that began before
+    ],
+)
+def test_a_text_goes_on_from_what_is_before_it(words: Any, behind: list[int], ids: list[int], text: str) -> None:
+    stream = TextStream(words, behind=behind)
+    assert "".join([*(stream.put(token) for token in ids), stream.end()]) == text
+    ends = StopsInAnswer(words, [text], len(behind), behind=behind)
+    found = [ends(torch.tensor([behind + ids[: n + 1]]), None) for n in range(len(ids))]
+    assert found == [False] * (len(ids) - 1) + [True]
+    if behind:
+        assert copy.deepcopy(ends)(torch.tensor([behind + ids]), None)
+
+
+def test_a_token_has_the_space_that_it_has_behind_others(words: Any, tokenizer: Any) -> None:
+    assert [text_of(words, i) for i in range(7)] == ["<s>", " the", " end", "end", " ", "\ufffd", "\ufffd"]
+    for token in range(len(tokenizer)):
+        assert text_of(tokenizer, token) == tokenizer.decode([token]), "its tokens have their own spaces"
 
 
 @pytest.mark.parametrize("seed", range(200))

@@ -49,6 +49,7 @@ class Answer:
         parser: of what the model writes; None: all of it is text.
         least: tokens of the answer; a string does not end it that ends in them.
         silent: tokens that have no text, though the parser reads special ones.
+        behind: tokens that its text goes on from; none: it begins a text.
 
     Attributes:
         tokens: of the sequence, up to where it ends for the client.
@@ -64,12 +65,14 @@ class Answer:
         parser: Any = None,
         least: int = 0,
         silent: frozenset[int] = frozenset(),
+        behind: Sequence[int] = (),
     ) -> None:
         self._tokenizer = tokenizer
         self._stop = stop
         self._least = least
-        self._skips, self._silent = parser is None, silent  # a parser reads special tokens
-        self._text = TextStream(tokenizer, skip_special_tokens=self._skips, silent=silent)
+        # A parser reads special tokens.
+        self._of_text: dict[str, Any] = {"skip_special_tokens": parser is None, "silent": silent, "behind": behind}
+        self._text = TextStream(tokenizer, **self._of_text)
         self._cutter = StopCutter(stop)
         self._parser = parser
         self._logs: list[TokenLog] = []
@@ -80,8 +83,7 @@ class Answer:
 
     def criterion(self, prompt: int) -> StopsInAnswer:
         """What ends a sequence behind a prompt of so many tokens where this answer, which has stop strings, ends."""
-        options: dict[str, Any] = {"skip_special_tokens": self._skips, "silent": self._silent}
-        return StopsInAnswer(self._tokenizer, self._stop, prompt, least=self._least, **options)
+        return StopsInAnswer(self._tokenizer, self._stop, prompt, least=self._least, **self._of_text)
 
     def feed(self, output: RequestOutput) -> list[Part]:
         """What is new in a request's output."""

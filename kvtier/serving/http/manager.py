@@ -136,6 +136,7 @@ class EngineManager(BaseGenerateManager):
         *,
         parsers: Sequence[Any] = (),
         default_tokens: int | None = None,
+        goes_on: bool = False,
     ) -> Answers:
         """Add requests.
 
@@ -144,6 +145,7 @@ class EngineManager(BaseGenerateManager):
             visit: that they are of, whose end is theirs.
             parsers: of what each sequence says; none: all is text.
             default_tokens: of an answer, where neither the request nor the server says.
+            goes_on: whether the text of an answer goes on from that of its prompt; else it begins one.
 
         Raises:
             Refusal: they are not taken, and none of them runs.
@@ -159,7 +161,10 @@ class EngineManager(BaseGenerateManager):
         asked = with_own(asked, own)
         silent = unread_ends(self.tokenizer, parsers[0], asked.settings.get("eos_token_id", own.eos_token_id))
         answers = Answers(
-            [Answer(self.tokenizer, asked.stop, parser, _least(asked), silent) for parser in parsers],
+            [
+                Answer(self.tokenizer, asked.stop, parser, _least(asked), silent, behind=ids if goes_on else ())
+                for parser, ids in zip(parsers, (x for x in prompts for _ in range(asked.count)), strict=True)
+            ],
             asked.count,
             [len(ids) for ids in prompts],
             self._cancel,

@@ -47,6 +47,23 @@ def test_no_token_hides_another_one_of_the_same_text() -> None:
     ]
 
 
+class Begins(Words):
+    """The same, which leaves out only the space that a text begins with."""
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(self.names[i] for i in ids).replace("▁", " ").removeprefix(" ")
+
+
+def test_a_token_has_the_space_that_its_text_has_behind_others() -> None:
+    logs = [TokenLog(1, -1.0, [(1, -1.0), (0, -2.0)]), TokenLog(0, -3.0, [(0, -3.0)])]
+    handler = handler_of(Begins())
+    found = _Reply(handler, None, [""])._logs(0, logs)  # type: ignore[arg-type]
+    assert (found["tokens"], found["text_offset"]) == (["the", " the"], [0, 3])
+    assert found["top_logprobs"] == [{"the": -1.0, " the": -2.0}, {" the": -3.0}]
+    chat = ChatReply(handler, SimpleNamespace(answers=[None]))._logs(SimpleNamespace(logs=logs))  # type: ignore[arg-type]
+    assert bytes(byte for entry in chat for byte in entry["bytes"]) == b"the the"
+
+
 def test_the_chosen_token_is_among_the_likeliest_ones() -> None:
     found = _Reply(handler_of(Words()), None, [""])._logs(0, [TokenLog(5, -9.0, [(0, -1.0), (1, -2.0)])])  # type: ignore[arg-type]
     assert found["top_logprobs"] == [{"the": -1.0, "token_id:1": -2.0, "x": -9.0}]

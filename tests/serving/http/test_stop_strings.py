@@ -119,3 +119,36 @@ def test_a_string_counts_that_ends_behind_the_least_tokens_where_these_end_in_a_
         ends = StopsInAnswer(tokenizer, [stop], 0, least=least)
         found = [ends(torch.tensor([answer[: i + 1]]), None) for i in range(len(answer))]
         assert found.index(True) == complete, least
+
+
+class Stripping:
+    """A tokenizer that leaves out the space a text begins with."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def decode(self, ids: Any, **options: Any) -> str:
+        return str(self._tokenizer.decode(ids, **options)).removeprefix(" ")
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_completion_goes_on_from_its_prompt_and_an_answer_to_a_chat_begins_a_text(
+    running: Running, trained: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, n: int
+) -> None:
+    monkeypatch.setattr(running.server.manager, "tokenizer", Stripping(trained[1]))
+    (word,) = trained[1](" return")["input_ids"]
+    asked: dict[str, Any] = {"model": NAME, "max_tokens": 3, "n": n, "temperature": 1, "logit_bias": {str(word): 100}}
+    completions, chat = running.client().completions, running.client().chat.completions
+    done = completions.create(**asked, prompt=["x =", "y"])
+    assert [x.text for x in done.choices] == [" return" * 3] * 2 * n
+    parts = completions.create(**asked, prompt="x =", stream=True)
+    assert "".join(x.choices[0].text for x in parts) == " return" * 3 * n
+    stopped = completions.create(**asked, prompt="x =", stop=" return")
+    assert [x.text for x in stopped.choices] == [""] * n
+    assert stopped.usage is not None
+    assert stopped.usage.completion_tokens == n, "the engine, too, ends it there"
+    said = chat.create(**asked, messages=[{"role": "user", "content": "x ="}])
+    assert [x.message.content for x in said.choices] == ["return return return"] * n

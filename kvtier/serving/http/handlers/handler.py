@@ -19,7 +19,7 @@ from kvtier.serving.http.requests.asked import Asked
 from kvtier.serving.http.requests.keys import VISIT, Visit
 from kvtier.serving.http.requests.lengths import check_fits, may_fit
 from kvtier.serving.http.requests.refusals import Refusal, invalid, too_long
-from kvtier.serving.text import bytes_of
+from kvtier.serving.text import bytes_of, text_of
 
 #: The last event of a stream.
 DONE = "data: [DONE]\n\n"
@@ -188,7 +188,7 @@ class Handler(BaseHandler):
     def named(self, token: int, logprob: float, top: Sequence[tuple[int, float]] = ()) -> Named:
         """What a token and those that were likely at its place look like."""
         tokenizer = self.served.tokenizer
-        text: str = tokenizer.decode([token])
+        text = text_of(tokenizer, token)
         # JSON has no number for a probability of 0.
         logprob = logprob if logprob > _LEAST_LOGPROB else _LEAST_LOGPROB
         return Named(token, text, bytes_of(tokenizer, token, text), logprob, [self.named(*each) for each in top])
