@@ -253,7 +253,8 @@ class Request:
     def end(self, reason: str, now: float, error: BaseException | None = None) -> None:
         """It is over. Nothing, if it is over already."""
         if not self.done.is_set():
-            self.output.finish_reason, self.output.error, self.output.finished = reason, error, now
+            self.output.error, self.output.finished = error, now
+            self.output.finish_reason = reason  # last: whoever reads that it has ended, in another thread, reads how
             self.done.set()
 
 

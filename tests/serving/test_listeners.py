@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from families import tiny_model
 
 from kvtier import ConcurrentUseError, Engine
-from kvtier.serving.request import RequestOutput
+from kvtier.serving.request import Request, RequestOptions, RequestOutput
 
 PROMPT = [5, 9, 2, 7, 11, 3]
 
@@ -159,3 +160,20 @@ def test_nor_can_one_that_hears_that_all_requests_end(what: str, ends: str) -> N
         assert done.wait(60)
     engine.close()
     assert heard == [("error" if ends == "fails" else "cancelled", ConcurrentUseError)] * 2
+
+
+def test_who_reads_that_a_request_has_ended_reads_how() -> None:
+    """Another thread may read between any two lines."""
+    seen = []
+
+    class Watched(RequestOutput):
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, value)
+            if getattr(self, "finish_reason", "") and getattr(self, "finished", None) != 1.0:
+                seen.append(name)
+
+    output = Watched("a", [1])
+    sampling, job = SimpleNamespace(), SimpleNamespace()
+    request = Request(output, sampling, job, RequestOptions())  # type: ignore[arg-type]
+    request.end("error", 1.0, ValueError("x"))
+    assert (output.finish_reason, str(output.error), seen) == ("error", "x", [])
