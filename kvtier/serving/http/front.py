@@ -21,6 +21,7 @@ App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 #: What needs a key, where there are keys. The rest says nothing of anybody's requests, and holds no body.
 _GUARDED = ("/v1/", "/load_model")
 _SESSION = b"x-session-id"
+_REQUEST_ID = b"x-request-id"
 _LONGEST_SESSION = 256
 #: Of a body that is too large, or of no use, so many times the limit is read before it is answered.
 _DISCARDED = 4
@@ -66,6 +67,7 @@ class Door:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        send = _named(scope, send)
         end, sent = asyncio.get_running_loop().time() + self._timeout, _Sent(receive)
         try:
             visit = Visit(self._caller(scope))
@@ -157,6 +159,19 @@ class Door:
         pairs = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": error.status, "headers": pairs})
         await send({"type": "http.response.body", "body": body})
+
+
+def _named(scope: MutableMapping[str, Any], send: Send) -> Send:
+    """Sends what a client calls its request back with every answer: the app does so with those of its own only."""
+    name = dict(scope["headers"]).get(_REQUEST_ID)
+
+    async def named(message: Message) -> None:
+        headers = list(message.get("headers", ()))
+        if message["type"] == "http.response.start" and _REQUEST_ID not in dict(headers):
+            message["headers"] = [*headers, (_REQUEST_ID, name)]
+        await send(message)
+
+    return send if name is None else named
 
 
 def _check_text(body: bytes) -> None:

@@ -26,7 +26,7 @@ class Client:
         left: parts that were not taken.
         read: bodies as the app has read them.
         late: parts that were not taken when the app was asked.
-        status: of the answer.
+        status, headers: of the answer.
     """
 
     def __init__(self, *parts: bytes) -> None:
@@ -34,10 +34,12 @@ class Client:
         self.read = list[bytes]()
         self.late = 0
         self.status = 0
+        self.headers = list[tuple[bytes, bytes]]()
 
-    def ask(self, path: str, key: str | None = None, *, max_body: int = 1000) -> Client:
+    def ask(self, path: str, key: str | None = None, *, max_body: int = 1000, name: bytes | None = None) -> Client:
         """The door's answer has come when this returns."""
         headers = [] if key is None else [(b"authorization", f"Bearer {key}".encode())]
+        headers += [] if name is None else [(b"x-request-id", name)]
         scope = {"type": "http", "method": "POST", "path": path, "headers": headers}
         keys = Keys({"key": "alice"}, b"x" * 32)
         door = Door(self._app, keys, Metrics("m"), max_body=max_body, timeout=60.0)
@@ -51,6 +53,7 @@ class Client:
 
     async def _send(self, message: MutableMapping[str, Any]) -> None:
         self.status = message.get("status", self.status)
+        self.headers += message.get("headers", [])
 
     async def _app(self, _: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         self.late = len(self.left)
@@ -79,6 +82,14 @@ def test_a_body_where_a_key_is_needed_is_read_with_one_only() -> None:
 
 def test_a_body_that_has_come_whole_is_refused_at_once_where_it_is_too_large() -> None:
     assert Client(b"x" * 900, b"x" * 900).ask("/v1/completions", "key").status == 413
+
+
+@pytest.mark.parametrize(("key", "body", "status"), [("key", b"{}", 200), (None, b"{}", 401), ("key", b"x" * 9, 413)])
+def test_an_answer_and_a_refusal_have_the_name_of_the_request(key: str | None, body: bytes, status: int) -> None:
+    client = Client(body).ask("/v1/completions", key, max_body=8, name=b"mine")
+    assert client.status == status
+    assert [value for name, value in client.headers if name == b"x-request-id"] == [b"mine"]
+    assert b"x-request-id" not in dict(Client(body).ask("/v1/completions", key, max_body=8).headers)
 
 
 def test_whole_pairs_of_surrogates_cost_no_second_reading_of_a_body(monkeypatch: pytest.MonkeyPatch) -> None:
