@@ -40,8 +40,8 @@ _OF_MODELS = (
     "output_logits",
 )
 
-#: The largest number that a setting may be, and lists within each other.
-_LARGEST, _DEEPEST = 1e300, 3
+#: The largest number that a setting may be, which scores of 32 bits can be raised by; and lists within each other.
+_LARGEST, _DEEPEST = 1e30, 3
 #: The longest n-gram: Transformers copies a sequence once for each of its tokens, and where it is of an answer in every
 #: step.
 _LONGEST = 256

@@ -7,20 +7,20 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, PlainTextResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 from transformers.cli.serving.server import build_server
 from transformers.cli.serving.utils import GenerationState
 
 from kvtier.serving.http.handlers.chat import ChatHandler
 from kvtier.serving.http.handlers.completions import CompletionHandler
-from kvtier.serving.http.handlers.handler import Served
+from kvtier.serving.http.handlers.handler import Served, streamed
 from kvtier.serving.http.handlers.responses import ResponsesHandler
 from kvtier.serving.http.manager import EngineManager
-from kvtier.serving.http.requests.refusals import Refusal, fault
+from kvtier.serving.http.requests.refusals import Refusal, fault, invalid, shown
 
 #: Routes of Transformers' app that are kept. Its others are of models that come and go, of audio, or are ours.
-_KEPT = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/load_model", "/openapi.json", "/docs")
+_KEPT = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/openapi.json", "/docs")
 
 
 class _None:
@@ -95,6 +95,13 @@ def _add_routes(app: FastAPI, served: Served, manager: EngineManager) -> None:
         text = await manager.look(manager.text_of_metrics)
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
+    async def load(body: dict[str, Any]) -> StreamingResponse:
+        name = body.get("model")
+        if not isinstance(name, str):
+            raise invalid("model", f"give the name of a model, not {shown(name)}")
+        return streamed(served.load_model_streaming(name))
+
+    app.add_api_route("/load_model", load, methods=["POST"])
     routes = {"/v1/models": models, "/v1/models/{name:path}": model, "/health": health, "/metrics": metrics}
     for path, answer in routes.items():  # whoever asks whether it is there asks for its head
         app.add_api_route(path, answer, methods=["GET", "HEAD"], include_in_schema=False)

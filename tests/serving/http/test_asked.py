@@ -20,7 +20,7 @@ from kvtier.serving.http.requests.refusals import Refusal
 DEEP = '{"a":' * 100_000 + "1" + "}" * 100_000
 BAD_NUMBERS = ("NaN", "Infinity", "-Infinity", "1e999", '"1"', "1" + "0" * 400 + ".0")
 REFUSED: dict[str, list[Any]] = {
-    "temperature": [10**400, -1, "hot", True, [], math.inf],
+    "temperature": [10**400, 1e6, -1, "hot", True, [], math.inf],
     "top_p": [0, 1.1, "x"],
     "min_p": [-0.1, 2],
     "top_k": [1.5, -2],
@@ -38,7 +38,7 @@ REFUSED: dict[str, list[Any]] = {
     "store": [True],
     "service_tier": ["flex"],
     "priority": [5],
-    "repetition_penalty": [0, -1],
+    "repetition_penalty": [0, -1, 1e-6, 1e6],
     "min_tokens": [-1],
     "ignore_eos": ["x"],
     "cache_salt": ["", 5],
@@ -48,6 +48,13 @@ REFUSED: dict[str, list[Any]] = {
         *({"priority": 10**6}, {"priority": "high"}, {"tenant": "b"}, {"salt": "x"}, {"logits_processor": ["x"]}),
         *({"generation_config": {}}, {"listener": 1}, {"_from_model_config": True}, {"pad_token_id": "x"}),
         {"do_sample": True, "temperature": 1e-38},
+        # By which scores would be no numbers of 32 bits.
+        *(
+            {"do_sample": True, "temperature": 1e39},
+            {"repetition_penalty": 1e-50},
+            {"encoder_repetition_penalty": 1e39},
+        ),
+        {"sequence_bias": [[[5], 1e39]]},
         # No numbers, or not of the kind that a setting is.
         *(f'{{"{name}": {x}}}' for name in ("top_p", "max_time", "min_length", "eos_token_id") for x in BAD_NUMBERS),
         *(f'{{"sequence_bias": [[[5], {x}]]}}' for x in BAD_NUMBERS),
@@ -426,3 +433,35 @@ def test_whether_it_is_there_can_be_asked_without_a_body(running: Running, path:
         assert (answer.status, answer.read()) == (200, b"")
     with urllib.request.urlopen(url) as answer:
         assert answer.read()
+
+
+@pytest.mark.parametrize("asked", [{"temperature": 1e5}, {"temperature": 1e-5}, {"repetition_penalty": 1e-5}])
+def test_what_is_taken_leaves_scores_that_can_be_drawn_from(running: Running, asked: dict[str, float]) -> None:
+    body = {"prompt": "x", "max_tokens": 4, "min_tokens": 4, "temperature": 1.0, "repetition_penalty": 1e5, **asked}
+    status, found, _ = post(running, "/completions", json.dumps(body).encode())
+    assert (status, found["usage"]["completion_tokens"]) == (200, 4)
+
+
+def test_whoever_asks_to_load_a_model_names_one(running: Running) -> None:
+    for body in (b'{"model": 5}', b"{}", b"[]"):
+        with pytest.raises(HTTPError) as refused:
+            _sent(running, "/load_model", body)
+        assert (refused.value.code, bool(json.load(refused.value)["error"]["message"])) == (400, True)
+    for name, said in ((NAME, "ready"), ("other", "error")):
+        found = _sent(running, "/load_model", json.dumps({"model": name}).encode())
+        assert json.loads(found.removeprefix("data: "))["status"] == said
+
+
+def _sent(running: Running, path: str, body: bytes) -> str:
+    url, headers = running.url.removesuffix("/v1") + path, {"Content-Type": "application/json"}
+    with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=120) as answer:
+        return str(answer.read(), "utf-8")
+
+
+def test_an_event_of_a_response_is_named_before_its_data(running: Running) -> None:
+    found = _sent(running, "/v1/responses", b'{"input": "x", "max_output_tokens": 2, "stream": true}')
+    events = found.removesuffix("\n\n").split("\n\n")
+    assert len(events) > 6
+    for event in events:
+        name, data = event.split("\n")
+        assert name == f"event: {json.loads(data.removeprefix('data: '))['type']}"

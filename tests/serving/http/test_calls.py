@@ -163,7 +163,7 @@ def test_of_a_response_that_is_cut_off_what_was_cut_is_incomplete(said: str, exp
 
     async def events() -> list[dict[str, Any]]:
         text = "".join([event async for event in replied(parts, "length").events()])
-        return [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line]
+        return [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: ")]
 
     told = asyncio.run(events())
     assert [x["item"]["status"] for x in told if x["type"] == "response.output_item.done"] == expected

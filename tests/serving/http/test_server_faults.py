@@ -234,7 +234,8 @@ def test_a_forward_that_raises_fails_its_requests_and_no_later_one(
                 model=NAME, messages=[{"role": "user", "content": PROMPT}], max_tokens=4, stream=True
             ))  # fmt: skip
         events = list(client.responses.create(model=NAME, input=PROMPT, stream=True))
-        assert events[-1].type == "response.failed"
+        assert [x.type for x in events[-2:]] == ["error", "response.failed"]
+        assert (events[-2].code, events[-2].param) == ("generation_failed", None)
         assert events[-1].response.error.message == "RuntimeError: the log of the server has the rest."
         logged = [str(x.exc_info and x.exc_info[1]) for x in caplog.records if x.levelname == "ERROR"]
         assert logged == ['a "quoted"\nfault'] * 3, "whoever runs the server sees where it failed"

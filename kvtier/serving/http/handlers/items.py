@@ -34,7 +34,7 @@ class Items:
     def event(self, kind: str, **fields: Any) -> str:
         """The next event."""
         number, self._events = self._events, self._events + 1
-        return sse({"type": kind, "sequence_number": number} | fields)
+        return f"event: {kind}\n" + sse({"type": kind, "sequence_number": number} | fields)
 
     def put(self, part: Part) -> list[str]:
         """Events of a part of the answer."""

@@ -174,7 +174,7 @@ class _Reply:
                     yield "".join(said)
         except Refusal as error:
             failed = {"code": "server_error", "message": str(error)}
-            yield items.event("error", message=str(error))
+            yield items.event("error", code=error.code, message=str(error), param=error.param)
             yield items.event("response.failed", response=_response(self._head, "failed", output=[], error=failed))
             return
         yield "".join(items.end(self._status))

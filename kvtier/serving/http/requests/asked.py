@@ -19,9 +19,12 @@ _LONGEST_STOP, _LONGEST_NAME = 1024, 256
 _LONGEST_ID = 18
 #: Sequences of tokens that a setting has, and token ids in all of them: each is looked at for each token of an answer.
 _MAX_SEQUENCES, _MAX_IDS = 1024, 8192
-#: The largest number that a field may be, and the temperature below which the likeliest token is taken: scores divided
-#: by less are no numbers any more.
-_LARGEST, _COLDEST = 1e300, 1e-5
+#: The largest number that a field may be.
+_LARGEST = 1e300
+#: The temperature below which the likeliest token is taken, and the highest: scores divided by less, or those that bar
+#: a token by more, are no numbers any more. So are those that a penalty divides.
+_COLDEST, _HOTTEST = 1e-5, 1e5
+_DIVISORS = ("temperature", "repetition_penalty", "encoder_repetition_penalty")
 
 #: Fields that every endpoint has: those of OpenAI, and those that vLLM and Transformers add.
 _COMMON = frozenset(
@@ -229,7 +232,7 @@ def _settings(read: _Read, given: Mapping[str, Any]) -> dict[str, Any]:
     found = dict[str, Any]()
     if "generation_config" in given:
         found |= _generation_config(given["generation_config"])
-    temperature = read.number("temperature", 0)
+    temperature = read.number("temperature", 0, _HOTTEST)
     if temperature is not None:
         cold = temperature < _COLDEST
         found |= {"do_sample": False} if cold else {"do_sample": True, "temperature": temperature}
@@ -247,7 +250,7 @@ def _settings(read: _Read, given: Mapping[str, Any]) -> dict[str, Any]:
             found |= {"do_sample": True, name: value}
         elif value is not None:
             found[name] = {"top_p": 1.0, "min_p": None, "top_k": 0}[name]
-    penalty = read.number("repetition_penalty", 0, above=True)
+    penalty = read.number("repetition_penalty", _COLDEST, _HOTTEST)
     if penalty is not None:
         found["repetition_penalty"] = penalty
     least = read.whole("min_tokens", 0)
@@ -277,9 +280,13 @@ def _generation_config(text: Any) -> dict[str, Any]:
         raise invalid("generation_config", f"{barred[0]} cannot be set: there are n, stop and max_tokens")
     for name in ("bad_words_ids", "sequence_bias"):
         _check_sequences(name, found.get(name))
-    cold = found.get("temperature")
-    if isinstance(cold, (int, float)) and not isinstance(cold, bool) and 0 < cold < _COLDEST:
-        raise invalid("generation_config", f"temperature: give at least {_COLDEST:g}, or do_sample: false")
+    for name in _DIVISORS:
+        value = found.get(name)
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:  # `generate` takes 0 for none
+            continue
+        if value < _COLDEST or value > _HOTTEST:
+            plain = ", or do_sample: false" if name == "temperature" else ""
+            raise invalid("generation_config", f"{name}: give {_COLDEST:g} to {_HOTTEST:g}{plain}")
     try:
         check_settings(found)
     except (ConfigError, RecursionError) as error:
