@@ -173,7 +173,6 @@ def test_null_is_not_given() -> None:
     nothing = dict.fromkeys(
         (*REFUSED, *(x for x in OF_CHAT if x != "messages")),
     )
-    nothing.pop("no_such_field")
     assert asked_of("chat", nothing) == asked_of("chat", {})
 
 
@@ -464,4 +463,6 @@ def test_an_event_of_a_response_is_named_before_its_data(running: Running) -> No
     assert len(events) > 6
     for event in events:
         name, data = event.split("\n")
-        assert name == f"event: {json.loads(data.removeprefix('data: '))['type']}"
+        said = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {said['type']}"
+        assert isinstance(said.get("response", {}).get("created_at", 0), int)

@@ -151,7 +151,7 @@ def _with_thoughts(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _response(head: dict[str, Any], status: str, **fields: Any) -> dict[str, Any]:
     """Raises ValueError: a field is malformed."""
     found: dict[str, Any] = Response(**head, status=status, **fields).model_dump(mode="json", exclude_none=True)
-    return found
+    return found | {"created_at": int(found["created_at"])}  # as OpenAI's: there are clients that read no other number
 
 
 class _Reply:

@@ -149,10 +149,10 @@ def asked_of(kind: str, body: Mapping[str, Any]) -> Asked:
     Raises:
         Refusal: a field that is not known or malformed, or that cannot be honoured.
     """
-    unknown = sorted(body.keys() - _FIELDS[kind])
+    given = {name: value for name, value in body.items() if value is not None}  # many clients send all that they know
+    unknown = sorted(given.keys() - _FIELDS[kind])
     if unknown:
         raise invalid(unknown[0], f"there is no such field in this request. Fields: {', '.join(sorted(_FIELDS[kind]))}")
-    given = {name: value for name, value in body.items() if value is not None}
     read = _Read(given)
     found = Asked(stream=read.flag("stream"), count=read.whole("n", 1, MAX_SAMPLES) or 1)
     found.usage, found.usage_so_far = _usage(given, found.stream)
