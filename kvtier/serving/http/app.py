@@ -141,7 +141,7 @@ def _add_errors(app: FastAPI) -> None:
             text = f"There is no {path} here: clients ask below /v1, such as /v1/models."
         elif error.status_code == 405:
             text = f"{path} takes {(error.headers or {}).get('Allow', 'others')}, and not {request.method}."
-        return refused(request, Refusal(error.status_code, text))
+        return JSONResponse(Refusal(error.status_code, text).body, status_code=error.status_code, headers=error.headers)
 
     def broke(request: Request, error: Exception) -> JSONResponse:
         return refused(request, fault(error, "internal_error"))

@@ -441,6 +441,15 @@ def test_what_is_taken_leaves_scores_that_can_be_drawn_from(running: Running, as
     assert (status, found["usage"]["completion_tokens"]) == (200, 4)
 
 
+def test_a_method_that_a_path_does_not_take_is_told_those_it_takes(running: Running) -> None:
+    for path, method, takes in (("/health", "POST", {"GET", "HEAD"}), ("/v1/completions", "GET", {"POST"})):
+        url = running.url.removesuffix("/v1") + path
+        with pytest.raises(HTTPError) as refused:
+            urllib.request.urlopen(urllib.request.Request(url, method=method))
+        assert (refused.value.code, set(refused.value.headers["Allow"].split(", "))) == (405, takes)
+        assert refused.value.headers["Allow"] in json.load(refused.value)["error"]["message"]
+
+
 def test_whoever_asks_to_load_a_model_names_one(running: Running) -> None:
     for body in (b'{"model": 5}', b"{}", b"[]"):
         with pytest.raises(HTTPError) as refused:
