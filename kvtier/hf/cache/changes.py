@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from kvtier.forward.forward import Forward
-from kvtier.hf.cache.layer import TieredLayer
-from kvtier.hf.cache.resident import ResidentLayers, check_crop, takes_crop_0
+from kvtier.hf.cache.layer import TieredLayer, check_meant
+from kvtier.hf.cache.resident import ResidentLayers, check_crop, resident_bytes, takes_crop_0
 
 
 class Changes:
@@ -39,6 +39,11 @@ class Changes:
         self._forward.steps.settle()
         if not self._forward.steps.complete:
             self._drop_unfinished()
+        if not any(x.get_seq_length() if isinstance(x, TieredLayer) else resident_bytes(x) for x in self._layers):
+            # Some of Transformers' layers would look for keys or states that they do not have yet.
+            check_meant(tokens_to_remove)
+            self._end_step()
+            return
         if tokens_to_remove:
             check_crop(self._layers, tokens_to_remove)
             for layer in self._layers:

@@ -401,11 +401,15 @@ def test_a_cache_that_is_dropped_gives_its_states_back_at_once() -> None:
     assert state() is None
 
 
-@pytest.mark.parametrize("name", ["gemma3", "mistral_sliding", "llama"])
-def test_crop_0_of_an_empty_cache_changes_nothing(name: str) -> None:
-    """It is what an error's message names, wherever the error came."""
+@pytest.mark.parametrize("recorded", [False, True], ids=["as-made", "past-recorded"])
+@pytest.mark.parametrize("tokens", [0, -3])
+@pytest.mark.parametrize("name", ["gemma3", "mistral_sliding", "llama", "qwen3_next", "jamba"])
+def test_a_crop_of_an_empty_cache_changes_nothing(name: str, tokens: int, recorded: bool) -> None:
+    """`crop(0)` is what an error's message names, wherever the error came."""
     cache = TieredKVCache(tiny_model(name).config)
-    cache.crop(0)
+    if recorded:
+        cache.activate_past_recording()
+    cache.crop(tokens)
     assert cache.get_seq_length() == 0
 
 
