@@ -134,11 +134,6 @@ def a_static_cache_asked_for_as_well(model: PreTrainedModel, cache: Cache) -> An
 
 
 @mode
-def no_cache_asked_for_as_well(model: PreTrainedModel, cache: Cache) -> Any:
-    return generate(model, cache, use_cache=False)
-
-
-@mode
 def a_prompt_that_is_covered_already(model: PreTrainedModel, cache: Cache) -> Any:
     sequences, _ = generate(model, cache)
     model(input_ids=sequences[:, -1:], past_key_values=cache)

@@ -30,7 +30,7 @@ from kvtier.hf.cache.report import explanation, residency, summary
 from kvtier.hf.cache.resident import ResidentLayers, check_rows, croppable, resident_bytes, warn_if_none_is_tiered
 from kvtier.hf.cache.rows import row_indices, whole_number
 from kvtier.hf.callers.caller import Caller, given_image
-from kvtier.hf.callers.histories import check_longer, common_prefix
+from kvtier.hf.callers.histories import check_cached, check_longer, common_prefix
 from kvtier.hf.callers.threads import check_alone
 from kvtier.hf.models.layers import (
     check_model,
@@ -375,12 +375,14 @@ class TieredKVCache(RecurrentFace, metaclass=NeverGiven):
         if isinstance(config, PretrainedConfig) and config.is_encoder_decoder:
             raise encoder_decoder(self._config is not None)
         if value:
-            self._check_longer(sys._getframe(1))
+            self._check_call(sys._getframe(1))
         self._given = value
 
-    def _check_longer(self, frame: FrameType) -> None:
-        """Raise `MismatchError` where the prompt of a `generate` is covered whole; other errors are for its forward."""
+    def _check_call(self, frame: FrameType) -> None:
+        """Raise `ConfigError` where a `generate` is told to use no cache, and `MismatchError` where its prompt is
+        covered whole; other errors are for its forward."""
         self._caller.check_alone()
+        check_cached(frame)
         if not self._counts_tokens:
             return
         try:

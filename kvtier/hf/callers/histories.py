@@ -1,4 +1,4 @@
-"""What a cache holds against the prompt that comes: which tokens stay right, and whether any are left to compute."""
+"""What a cache holds against the prompt that comes: which tokens stay right, and whether the others are computed."""
 
 from __future__ import annotations
 
@@ -63,6 +63,26 @@ def _ids(name: str, value: Any) -> torch.Tensor:
     return ids[None] if ids.dim() == 1 else ids
 
 
+def check_cached(frame: FrameType | None) -> None:
+    """Refuse a `generate` that is given a cache and told to use none, as checkpoints tell it whose config says so.
+
+    Transformers gives the model the cache all the same, and with it the whole prompt again for each token.
+
+    Args:
+        frame: inside of `generate`, where it is given a cache.
+
+    Raises:
+        ConfigError: nothing was changed.
+    """
+    local = _generate(frame)
+    if getattr(local.get("generation_config"), "use_cache", None) is False:
+        raise ConfigError(
+            "`generate` is given a cache and `use_cache=False`: for each token, Transformers would add the prompt "
+            "to the cache again, with wrong tokens. Give `use_cache=True`, in the call or in "
+            "`model.generation_config`, which has it from the checkpoint; or give no cache. Nothing was changed."
+        )
+
+
 def check_longer(frame: FrameType | None, held: int) -> None:
     """Refuse a `generate` that would compute parts of a prompt again behind what a cache holds, or leave parts out.
 
@@ -76,15 +96,7 @@ def check_longer(frame: FrameType | None, held: int) -> None:
     Raises:
         MismatchError: nothing was changed.
     """
-    for _ in range(_MOST_FRAMES):
-        if frame is None:
-            return
-        if generates(frame.f_code):
-            break
-        frame = frame.f_back
-    else:
-        return
-    local = frame.f_locals
+    local = _generate(frame)
     config, inputs = local.get("generation_config"), local.get("model_kwargs")
     if not held or not isinstance(inputs, dict) or getattr(config, "is_assistant", False):
         return
@@ -117,3 +129,14 @@ def check_longer(frame: FrameType | None, held: int) -> None:
             "`cache.reset()` begins again. After a `generate` of this prompt that was cut short, `cache.crop(-"
             f"{held - prompt + 1})` keeps the prompt but its last token. Nothing was changed."
         )
+
+
+def _generate(frame: FrameType | None) -> Mapping[str, Any]:
+    """The variables of `generate`, where that has called what runs in a frame; none otherwise."""
+    for _ in range(_MOST_FRAMES):
+        if frame is None:
+            break
+        if generates(frame.f_code):
+            return frame.f_locals
+        frame = frame.f_back
+    return {}

@@ -117,6 +117,19 @@ def test_a_model_that_puts_another_cache_in_its_place_is_left_by_the_wrapper() -
 # --------------------------------------------------------------------------------- covered prompts
 
 
+@pytest.mark.parametrize("where", ["call", "checkpoint"])
+def test_a_call_that_is_told_to_use_no_cache_is_refused_where_it_is_given_one(where: str) -> None:
+    """Transformers gives the model the cache all the same, and the whole prompt again for each token."""
+    model, ids = build_model("llama", "sdpa"), prompt_ids(rows=2, length=20)
+    if where == "checkpoint":
+        model.generation_config.use_cache = False  # as `from_pretrained` makes it of a config that says so
+    with TieredKVCache(model.config) as cache:
+        with pytest.raises(ConfigError, match="use_cache=True"):
+            greedy(model, ids, cache, **({"use_cache": False} if where == "call" else {}))
+        assert cache.get_seq_length() == 0
+        assert torch.equal(greedy(model, ids, cache, use_cache=True), greedy(model, ids, None, use_cache=True))
+
+
 @pytest.mark.parametrize("shorter", [0, 1, 9])
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_prompt_that_the_cache_covers_whole_is_refused(shorter: int, masked: bool) -> None:
