@@ -125,6 +125,7 @@ MLA = TINY | {
         MixtralConfig(num_hidden_layers=2, **TINY),
         GPT2Config(n_embd=64, n_layer=3, n_head=4, vocab_size=50, n_positions=8),
         FalconConfig(num_hidden_layers=3, hidden_size=64, num_attention_heads=4, vocab_size=50),
+        AutoConfig.for_model("mimo_v2_flash", num_hidden_layers=1, head_dim=24, v_head_dim=16, **TINY),
         DeepseekV3Config(num_hidden_layers=2, first_k_dense_replace=0, q_lora_rank=16, **MLA),
         DeepseekV3Config(num_hidden_layers=3, first_k_dense_replace=1, q_lora_rank=None, **MLA),
     ],
@@ -538,6 +539,8 @@ def test_windows_and_states_of_all_sequences_take_their_part_of_the_device(
 #: Models with windows or states, by their types, for a Transformers may not know all of them.
 BOUNDED: dict[str, dict[str, Any]] = {
     "gemma3_text": {"num_hidden_layers": 8, "sliding_window": 16, "head_dim": 32},
+    "gemma4_text": {"num_hidden_layers": 6, "sliding_window": 16, "head_dim": 32, "global_head_dim": 128}
+    | {"num_global_key_value_heads": 1, "attention_k_eq_v": True, "vocab_size_per_layer_input": 50},
     "qwen3_next": {"num_hidden_layers": 8, "head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2},
     "lfm2": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 5},
     "kimi_linear": MLA
@@ -563,6 +566,8 @@ def test_windows_and_states_are_those_of_the_model(kind: str, dtype: str) -> Non
     full = [x for x in cached if type(x) is DynamicLayer]
     held = sum(x.numel() * x.element_size() for layer in cached if layer not in full for x in tensors_of(layer))
     assert len(full) == size.layers
+    if not size.latent:  # which `DynamicCache` has as keys and values
+        assert 40 * size.layers * size.kv_bytes == sum(x.keys.nbytes + x.values.nbytes for x in full)
     assert size.bounded_bytes(40) == pytest.approx(held, rel=0.1)  # a window keeps one token less
 
 

@@ -101,6 +101,7 @@ class ModelSize:
         expanded: numbers that a token's latents become in one layer, in each step: keys and values without positions,
             and the keys that are put together from them.
         expand_flops: operations that this takes.
+        window_numbers: numbers of a token in a layer with a window, where these have other heads; 0: as in the others.
     """
 
     layers: int
@@ -121,6 +122,7 @@ class ModelSize:
     growing: int = 0
     expanded: int = 0
     expand_flops: int = 0
+    window_numbers: int = 0
 
     def __post_init__(self) -> None:
         sizes = self.hidden, self.heads, self.head_dim, self.kv_heads, self.active, self.itemsize
@@ -156,7 +158,8 @@ class ModelSize:
 
     def bounded_bytes(self, context: int) -> int:
         """Of windows and states of a sequence, which stay on the device."""
-        return self.windowed * min(self.window, context) * self.kv_bytes + self.state_bytes
+        of_token = self.window_numbers * self.itemsize or self.kv_bytes
+        return self.windowed * min(self.window, context) * of_token + self.state_bytes
 
     def growing_bytes(self, context: int) -> int:
         """Of the KV of a sequence that is not tiered, and stays on the device however long it gets."""

@@ -6,9 +6,9 @@ A config is a mapping as in `config.json`, of any decoder of Transformers whose 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvtier.errors import ConfigError
 from kvtier.planning.hardware.machines import ModelSize, Weights
@@ -76,26 +76,12 @@ def model_size(config: Mapping[str, Any], counted: Weights | None = None) -> Mod
     growing, recurrent = sum(map(_grows, kinds)), sum(map(_recurs, kinds))
     if not full + windowed + growing + recurrent:
         raise ConfigError("No layer of this model keeps anything of the past: there is nothing to plan.")
-    heads = _size(config, "num_attention_heads", None if full + windowed + growing else 1)
-    kv_heads = _size(config, "num_key_value_heads", heads)
-    if config.get("multi_query") and not config.get("new_decoder_architecture"):  # Falcon 7B, StarCoder
-        kv_heads = 1
-    dim = _size(config, "head_dim", max(hidden // heads, 1))
-    nope, rope, v_dim = (_size(config, x, 0) for x in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
-    latent = 0
-    # MLA: the cache holds latents, from which each head has keys and values of its own.
-    if nope and v_dim and (rope or _size(config, "kv_lora_rank", 0)):
-        kv_heads, dim = heads, -(-(nope + rope + v_dim) // 2)
-        rank, q_rank = _size(config, "kv_lora_rank"), _size(config, "q_lora_rank", 0)
-        latent = rank + rope
-    if not kv_heads or heads % kv_heads:
-        raise ConfigError(f"{heads} attention heads are no multiple of {kv_heads} KV heads.")
-    attention = hidden * dim * (2 * heads + 2 * kv_heads)
-    if latent:
-        queries = q_rank * (hidden + heads * (nope + rope)) if q_rank else hidden * heads * (nope + rope)
-        attention = queries + hidden * latent + rank * heads * (nope + v_dim) + heads * v_dim * hidden
+    attends = full + windowed + growing > 0
+    window = _attention(_of_layer(config, kinds, lambda kind: kind in _WINDOWS), attends)
+    found = _attention(_of_layer(config, kinds, lambda kind: kind in _TIERED or _grows(kind)), attends)
     if counted is None:
-        mixing = (full + windowed + growing) * attention + recurrent * (_state_weights(config) or attention)
+        mixing = (full + growing) * found.weights + windowed * window.weights
+        mixing += recurrent * (_state_weights(config) or found.weights)
         counted = _estimated(config, layers, hidden, mixing)
     bits = weight_bits(config)
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
@@ -103,23 +89,87 @@ def model_size(config: Mapping[str, Any], counted: Weights | None = None) -> Mod
     return ModelSize(
         layers=full,
         hidden=hidden,
-        heads=heads,
-        head_dim=dim,
-        kv_heads=kv_heads,
+        heads=found.heads,
+        head_dim=found.dim,
+        kv_heads=found.kv_heads,
         parameters=counted.parameters,
         active=counted.active,
         itemsize=itemsize,
         embedding=counted.embedding,
-        latent=latent,
+        latent=found.latent,
         # Embeddings, and the head, are not quantised.
         weight_itemsize=itemsize + (bits / 8 - itemsize) * (1 - counted.words / counted.parameters) if bits else 0,
         windowed=windowed,
         window=_size(config, "sliding_window", 0) if windowed else 0,
+        window_numbers=window.numbers if windowed and window.numbers != found.numbers else 0,
         recurrent=recurrent,
         state_bytes=recurrent * _state_size(config, itemsize) if recurrent else 0,
         growing=growing,
-        expanded=heads * (2 * nope + rope + v_dim) if latent else 0,
-        expand_flops=2 * rank * heads * (nope + v_dim) if latent else 0,
+        expanded=found.expanded,
+        expand_flops=found.expand_flops,
+    )
+
+
+def _of_layer(config: Mapping[str, Any], kinds: Sequence[str], wanted: Callable[[str], bool]) -> Mapping[str, Any]:
+    """The config of the first layer of some kinds, where layers have sizes of their own (Gemma 4's heads are larger in
+    layers with full attention); the config itself where there is no such layer."""
+    own = config.get("per_layer_config")
+    place = next((i for i, kind in enumerate(kinds) if wanted(kind)), None)
+    if place is None or not isinstance(own, Mapping):
+        return config
+    found = next((x for name, x in own.items() if str(name).isdecimal() and int(name) == place), None)
+    return {**config, **found} if isinstance(found, Mapping) else config
+
+
+class _Attention(NamedTuple):
+    """The attention of a layer: see `ModelSize`; `weights` of its projections."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    weights: int
+    latent: int = 0
+    expanded: int = 0
+    expand_flops: int = 0
+
+    @property
+    def numbers(self) -> int:
+        """Of a token, that the cache holds."""
+        return self.latent or 2 * self.kv_heads * self.dim
+
+
+def _attention(config: Mapping[str, Any], attends: bool) -> _Attention:
+    """The attention of a layer.
+
+    Args:
+        config: of the layer.
+        attends: whether any layer of the model does; else it needs no heads.
+
+    Raises:
+        ConfigError: a size is missing, or the heads are no multiple of the KV heads.
+    """
+    hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads", None if attends else 1)
+    kv_heads = _size(config, "num_key_value_heads", heads)
+    if config.get("multi_query") and not config.get("new_decoder_architecture"):  # Falcon 7B, StarCoder
+        kv_heads = 1
+    dim = _size(config, "head_dim", max(hidden // heads, 1))
+    nope, rope, v_dim = (_size(config, x, 0) for x in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    # MLA: the cache holds latents, from which each head has keys and values of its own.
+    latent = bool(nope and v_dim and (rope or _size(config, "kv_lora_rank", 0)))
+    if latent:
+        kv_heads, dim = heads, nope + rope
+    if not kv_heads or heads % kv_heads:
+        raise ConfigError(f"{heads} attention heads are no multiple of {kv_heads} KV heads.")
+    dim = -(-(dim + (v_dim or dim)) // 2)  # values may be of another size than keys
+    if not latent:
+        return _Attention(heads, kv_heads, dim, hidden * dim * (2 * heads + 2 * kv_heads))
+    rank, q_rank = _size(config, "kv_lora_rank"), _size(config, "q_lora_rank", 0)
+    queries = q_rank * (hidden + heads * (nope + rope)) if q_rank else hidden * heads * (nope + rope)
+    weights = queries + hidden * (rank + rope) + rank * heads * (nope + v_dim) + heads * v_dim * hidden
+    return _Attention(
+        *(heads, kv_heads, dim, weights, rank + rope),
+        expanded=heads * (2 * nope + rope + v_dim),
+        expand_flops=2 * rank * heads * (nope + v_dim),
     )
 
 
@@ -257,6 +307,7 @@ def divided(model: ModelSize, devices: int) -> ModelSize:
         state_bytes=model.state_bytes // devices,
         expanded=model.expanded // devices,
         expand_flops=model.expand_flops // devices,
+        window_numbers=model.window_numbers if model.latent else model.window_numbers // devices,
     )
 
 
