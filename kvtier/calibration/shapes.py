@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -50,13 +52,28 @@ def shapes_of(model_or_config: object) -> tuple[Shape, ...]:
     if hasattr(config, "get_text_config"):
         config = config.get_text_config()
     dtype = _dtype(model_or_config, config, whole)
+    found = Counter(_shape(layer, dtype) for layer in _layers(config))
+    return tuple(shape for shape, _ in found.most_common())
+
+
+def _layers(config: Any) -> list[Any]:
+    """Configs of the layers that are tiered, where layers have heads of their own, as Gemma 4's; else the config."""
+    if not getattr(config, "is_heterogeneous", False):
+        return [config]
+    each = list(config.per_layer_config)
+    kinds = getattr(config, "layer_types", None) or []
+    return [x for x, kind in zip(each, kinds, strict=False) if kind == "full_attention"] or each
+
+
+def _shape(config: object, dtype: torch.dtype) -> Shape:
+    """The shape of a layer's attention. Raises ConfigError: its config does not say how many heads there are."""
     heads = _positive(config, "num_attention_heads")
     if heads is None:
         raise ConfigError(f"{_name(config)} has no num_attention_heads: there is no attention to calibrate for.")
     kv_heads = _positive(config, "num_key_value_heads") or heads
     nope, rope, v_dim = (_positive(config, x) for x in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
     if nope and rope and v_dim:  # MLA: each query head has its own keys and values, as they reach the cache
-        return (Shape(1, nope + rope, v_dim, dtype, heads),)
+        return Shape(1, nope + rope, v_dim, dtype, heads)
     dim = _positive(config, "head_dim")
     if dim is None:
         hidden = _positive(config, "hidden_size")
@@ -65,7 +82,7 @@ def shapes_of(model_or_config: object) -> tuple[Shape, ...]:
         dim = hidden // heads
     if heads % kv_heads:
         raise ConfigError(f"{_name(config)}: {heads} attention heads are no multiple of {kv_heads} KV heads.")
-    return (Shape(heads // kv_heads, dim, dim, dtype, kv_heads),)
+    return Shape(heads // kv_heads, dim, v_dim or dim, dtype, kv_heads)
 
 
 def _positive(config: object, name: str) -> int | None:

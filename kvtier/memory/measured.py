@@ -45,10 +45,19 @@ def model_name(config: Any) -> str:
     """The name of what a model's own layers take, from its config: what their time depends on."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
-    sizes = [f"{name.removeprefix('num_')} {getattr(text, name, None)}" for name in (*names, "vocab_size")]
+    sizes = [f"{name.removeprefix('num_')} {_size(text, name)}" for name in (*names, "vocab_size")]
     dtype = getattr(config, "dtype", None) or getattr(text, "dtype", None)
     kind = getattr(text, "model_type", "") or type(text).__name__
     return f"model {kind}, {', '.join(sizes)}, {str(dtype).removeprefix('torch.')}"
+
+
+def _size(config: Any, name: str) -> object:
+    """A size of a config; where layers have sizes of their own, which Transformers refuses to read, that of the others,
+    as its file has it."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:
+        return vars(config).get(name)
 
 
 def differing(one: str, other: str) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import forks
 import pytest
 import torch
-from transformers import DeepseekV3Config, GPT2Config, LlamaConfig, LlamaForCausalLM, LlavaConfig
+from transformers import AutoConfig, DeepseekV3Config, GPT2Config, LlamaConfig, LlamaForCausalLM, LlavaConfig
 
 import kvtier
 from kvtier import profile
@@ -27,6 +27,7 @@ from kvtier.errors import ConfigError, UnsupportedError
 from kvtier.kernels import launch
 from kvtier.kernels import tiles as choices
 from kvtier.kernels.tiles import Choice, Kind, Option
+from kvtier.memory import measured
 from kvtier.transfer import launches
 from kvtier.transfer.engine import Direction
 
@@ -292,6 +293,18 @@ def test_shapes_are_read_from_configs_and_models() -> None:
     assert shapes_of(LlavaConfig(text_config=LLAMA)) == shape(2, 16, dtype=torch.float16)
     latent = DeepseekV3Config(num_attention_heads=8, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=24)
     assert shapes_of(latent) == shape(1, 48, 24)
+
+
+def test_where_layers_have_heads_of_their_own_the_shape_is_that_of_those_that_are_tiered() -> None:
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 6}
+    gemma = {"global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
+    for own, found in ((gemma, shape(4, 32)), ({}, shape(2, 512))):
+        config = AutoConfig.for_model("gemma4_text", **heads, **own)
+        assert shapes_of(config) == found
+        assert "hidden_layers 6" in measured.model_name(config)
+        assert "key_value_heads 2" in measured.model_name(config), "as its file has it"
+    mixed = LlamaConfig(**heads, per_layer_config={5: {"num_key_value_heads": 1}})
+    assert shapes_of(mixed) == shape(2, 16) + shape(4, 16), "that of most layers first"
 
 
 def test_a_config_needs_no_transformers() -> None:
