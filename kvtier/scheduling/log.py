@@ -70,7 +70,7 @@ class LoggedScheduler(Scheduler):
         load = replace(load, ways=None if load.ways is None else load.ways.now(), served=served)
         asked = self._asked(load)
         step = self.scheduler.plan(load)
-        self._log.write({"step": asked, "answer": _decided(step)}, flush=True)
+        self._log.write({"step": asked, "answer": _decided(step)})
         return step
 
     def close(self) -> None:

@@ -71,8 +71,7 @@ class Logged(Policy):
         """See `Policy.plan`."""
         asked = asdict(state)
         plan = checked(self.policy.plan(state), len(state.layers))
-        # Once a step: a crash leaves what was before.
-        self._log.write({"plan": asked, "answer": _planned(plan)}, flush=True)
+        self._log.write({"plan": asked, "answer": _planned(plan)})
         return plan
 
     def use_rates(self, device: str, rates: Rates) -> None:
@@ -102,7 +101,7 @@ class Logged(Policy):
         """See `Policy.load_from`."""
         asked = {"load_from": asdict(saved), "learned": learned.as_json()}
         start = saved.checked(self.policy.load_from(learned, saved))
-        self._log.write(asked | {"answer": start}, flush=True)
+        self._log.write(asked | {"answer": start})
         return start
 
     def prediction(self, cache: int, device: str) -> Prediction | None:

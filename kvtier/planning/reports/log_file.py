@@ -23,7 +23,7 @@ Question = Callable[[], tuple[str, object, object]]
 
 
 class LogFile:
-    """A file that decisions are written to. A copy of it writes nothing.
+    """A file that decisions are written to. A copy of it writes nothing, and neither does a process that is forked.
 
     Where it cannot be written any more, as on a full disk, it ends there with a warning: what is decided does not
     depend on it.
@@ -41,19 +41,15 @@ class LogFile:
         if any(log._is_at(path) for log in _OPEN):
             raise ConfigError(f"{path} is written by another decision log: close that one, or name another file.")
         self._file: IO[str] | None
-        self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - it stays open as long as somebody decides
+        # Each line at once: a process that is forked would write, as it ends, what waits to be written here.
+        self._file = open(path, "w", 1, encoding="utf-8")  # noqa: SIM115 - it stays open as long as somebody decides
+        self._process = os.getpid()
         _OPEN.add(self)
         self.write(header)
 
-    def write(self, line: dict[str, Any], *, flush: bool = False) -> None:
-        """Write a line; nothing once it is closed."""
-
-        def write(file: IO[str]) -> None:
-            file.write(json.dumps(line, separators=(",", ":")) + "\n")
-            if flush:
-                file.flush()
-
-        self._attempt(write)
+    def write(self, line: dict[str, Any]) -> None:
+        """Write a line, so that a crash leaves it; nothing once it is closed."""
+        self._attempt(lambda file: file.write(json.dumps(line, separators=(",", ":")) + "\n"))
 
     def close(self) -> None:
         """End the log."""
@@ -62,7 +58,7 @@ class LogFile:
 
     def _attempt(self, what: Callable[[IO[str]], object]) -> None:
         file = self._file
-        if file is None or file.closed:
+        if file is None or file.closed or self._process != os.getpid():
             return
         try:
             what(file)
@@ -74,13 +70,15 @@ class LogFile:
 
     def _is_at(self, path: str | Path) -> bool:
         file = self._file
+        if file is None or self._process != os.getpid():
+            return False
         try:
-            return file is not None and not file.closed and os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+            return not file.closed and os.path.samestat(os.fstat(file.fileno()), os.stat(path))
         except OSError:
             return False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_file": None}
+        return {"_file": None, "_process": self._process}
 
 
 #: Those whose file may be open.
