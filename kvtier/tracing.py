@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from kvtier.config import parse_count
 from kvtier.errors import ConfigError
+from kvtier.forks import heed, inherited
 from kvtier.planning.reports.trace import LIMIT, Event, TraceWriter
 from kvtier.stats import Counters
 
@@ -63,7 +64,8 @@ def trace(path: str | os.PathLike[str], *, limit: int = LIMIT) -> Trace:
     format and reads it back. A step ends where the next one begins, the last one with its last attention. While a trace
     is recorded, attention calls that would be repeated take the general way; without one, nothing is slower.
 
-    The file appears when the block is left, also by an exception, and replaces an older one then.
+    The file appears when the block is left, also by an exception, and replaces an older one then. A process that is
+    forked inside records nothing.
 
     Args:
         path: of the file.
@@ -133,6 +135,7 @@ class Trace:
             raise ConfigError(f"trace({path!r}): give the path of a file, such as 'trace.json'.")
         self.path = os.fspath(path)
         self.began = 0.0
+        self._forked = False
         self._limit = parse_count("limit", limit, 0, "events")
         self._writer: TraceWriter | None = None
         self._lost = 0
@@ -159,6 +162,7 @@ class Trace:
             if self._writer is not None:
                 raise ConfigError(f"This trace was written to {self.path}. Make a new one with kvtier.trace().")
             self.began = time.perf_counter()
+            heed(self)
             try:
                 self._writer = TraceWriter(self.path, origin=self.began, limit=self._limit)
             except (OSError, ValueError) as error:  # a path with a null byte is no OSError
@@ -169,6 +173,8 @@ class Trace:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         global active
         assert self._writer is not None
+        if self._forked:
+            return  # the file is the parent's
         try:
             try:
                 self._finish()
@@ -179,6 +185,13 @@ class Trace:
         except OSError as failure:
             if error is None:
                 raise ConfigError(f"The trace could not be written to {self.path}: {failure}.") from failure
+
+    def forked(self) -> None:
+        """See `kvtier.forks`: the parent goes on with the trace, and this process may begin one of its own."""
+        global active, _switching
+        self._forked = True
+        if active is self:
+            active, _switching = None, inherited(_switching, threading.Lock)
 
     def _finish(self) -> None:
         """What is under way ends, and what waits for a device is read."""

@@ -8,12 +8,14 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 import torch
 import torch.nn.functional as F
 
 import kvtier
 from kvtier import ConfigError, TieredKVCache, tracing
+from kvtier.forward import planned
 from kvtier.planning.reports.trace import Event, busy_seconds, read_trace
 from kvtier.stats import CacheStats
 from kvtier.testing import failing, held, with_doubles
@@ -158,6 +160,46 @@ def test_one_trace_at_a_time_and_each_once(tmp_path: Path) -> None:
         pass
     assert sorted(os.listdir(tmp_path)) == ["a.json", "b.json"]
     assert problems(tmp_path / "a.json") == []
+
+
+def test_a_process_that_is_forked_inside_records_nothing_and_may_trace_what_it_does(tmp_path: Path) -> None:
+    code = """
+import os, sys
+import kvtier
+from kvtier import tracing
+with kvtier.trace("x.json") as trace:
+    if not os.fork():
+        assert tracing.active is None
+        with kvtier.trace("own.json"):
+            pass
+        sys.exit()  # through the parent's block
+    os.wait()
+    assert tracing.active is trace
+print(*sorted(os.listdir()))
+"""
+    done = forks.run(code, cwd=tmp_path)
+    assert done.stdout == "own.json x.json\n", done.stderr
+    assert problems(tmp_path / "x.json") == []
+
+
+def test_a_trace_that_another_thread_ends_is_told_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Ending:
+        """A module in which each second look finds no trace."""
+
+        looks = 0
+
+        @property
+        def active(self) -> Trace | None:
+            self.looks += 1
+            return ended if self.looks % 2 else None
+
+    ended = kvtier.trace("x.json")
+    for name in ("step", "plan"):
+        monkeypatch.setattr(Trace, name, lambda *_: None)
+    cache = spilled("all-fetch")
+    fill(cache)
+    monkeypatch.setattr(planned, "tracing", Ending())
+    decode(cache, 3)
 
 
 def test_a_path_that_cannot_be_is_refused_before_anything_is_recorded(tmp_path: Path) -> None:

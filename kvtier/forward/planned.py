@@ -150,8 +150,9 @@ class PlannedForward:
         self._expected.clear()
         self._began, self._ended = now, None
         self._before = _totals(self.counters) if self._schedules else None
-        if tracing.active is not None:
-            self._trace_step(tracing.active, tokens, now)
+        tracer = tracing.active  # another thread may end it meanwhile
+        if tracer is not None:
+            self._trace_step(tracer, tokens, now)
 
     def _take_turn(self, now: float) -> None:
         """The step of another cache that came last ends here, if all of its layers have had their tokens: what follows
@@ -200,8 +201,9 @@ class PlannedForward:
         expected = checked_prediction(ask(policy.prediction, state.cache, state.device))
         if expected is not None:
             self._expected[device] = expected.seconds
-        if tracing.active is not None:
-            tracing.active.plan(self.counters, plan_args(plan, policy, state.cache, state.device))
+        tracer = tracing.active
+        if tracer is not None:
+            tracer.plan(self.counters, plan_args(plan, policy, state.cache, state.device))
         if log.isEnabledFor(logging.DEBUG):
             said = plan_args(plan, policy, state.cache, state.device).items()
             self._planned[self.counters.steps, state.device] = tokens, said
