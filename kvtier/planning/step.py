@@ -152,9 +152,14 @@ def checked(plan: object, layers: int) -> StepPlan:
         if not type(x.fetch) is type(x.ahead) is type(x.keep) is type(x.leave) is int:
             for name in ("fetch", "ahead", "keep", "leave"):
                 setattr(x, name, whole(getattr(x, name), f"LayerPlan.{name}"))
+    plan.layers = planned if isinstance(planned, list) else list(planned)
     plan.reserve = whole(plan.reserve, "StepPlan.reserve")
-    if plan.on_host is not None and not isinstance(plan.on_host, Collection):
-        raise ConfigError(f"The policy's StepPlan.on_host is {plan.on_host!r}: it has to be a list of rows, or None.")
+    if plan.on_host is not None:
+        if not isinstance(plan.on_host, Collection):
+            raise ConfigError(
+                f"The policy's StepPlan.on_host is {plan.on_host!r}: it has to be a list of rows, or None."
+            )
+        plan.on_host = [whole(x, "StepPlan.on_host") for x in plan.on_host]
     return plan
 
 

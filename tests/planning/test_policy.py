@@ -358,6 +358,8 @@ def test_a_number_that_is_no_whole_one_is_refused_by_name_and_the_cache_goes_on(
         ({"layers": None}, "list of LayerPlan"),
         ({"layers": [LayerPlan()]}, "1 layers where 3"),
         ({"on_host": 3}, "list of rows"),
+        ({"on_host": "row"}, "on_host is 'r'"),
+        ({"on_host": [0.5]}, "on_host is 0.5"),
         ({"victims": None}, "list of Victims"),
         ({"victims": [3]}, r"Victims\(candidate"),
         ({"prediction": 0.1}, "prediction is 0.1"),
@@ -423,6 +425,16 @@ def test_what_counts_as_a_whole_number_is_taken_as_one(whole: Any, model: LlamaF
     policy.wrong = dict.fromkeys(("fetch", "ahead", "keep", "leave", "reserve", "write_back"), whole)
     cache = TieredKVCache(CONFIG, device_budget=24 * SLOT, block_size=SIZE, policy=policy)
     assert tokens(model, cache, ids) == tokens(model, DynamicCache(config=CONFIG), ids)
+    cache.check_integrity()
+
+
+@pytest.mark.parametrize("collection", [tuple, lambda plans: dict(enumerate(plans)).values()], ids=["tuple", "dict"])
+def test_plans_of_layers_are_in_any_collection(collection: Any, model: LlamaForCausalLM) -> None:
+    ids, policy = torch.randint(64, (1, 61), generator=torch.Generator().manual_seed(0)), Nonsense()
+    policy.wrong = {"layers": collection([LayerPlan(fetch=2, ahead=1) for _ in range(3)]), "reserve": 4 * SLOT}
+    cache = TieredKVCache(CONFIG, device_budget=24 * SLOT, block_size=SIZE, policy=policy)
+    assert tokens(model, cache, ids) == tokens(model, DynamicCache(config=CONFIG), ids)
+    assert cache.stats.block_fetches
     cache.check_integrity()
 
 

@@ -173,9 +173,9 @@ def _question(policy: Policy, line: dict[str, Any]) -> Question:
 
 
 def _planned(plan: StepPlan) -> dict[str, object]:
-    """A checked plan as JSON has it, whatever kind of collection its answers are."""
-    rows = None if plan.on_host is None else [whole(x, "StepPlan.on_host") for x in plan.on_host]
-    return {"layers": [asdict(x) for x in plan.layers], "reserve": plan.reserve, "on_host": rows and sorted(rows)}
+    """A checked plan as JSON has it."""
+    rows = plan.on_host and sorted(plan.on_host)
+    return {"layers": [asdict(x) for x in plan.layers], "reserve": plan.reserve, "on_host": rows}
 
 
 def _chosen(victims: Sequence[Victims], candidates: Sequence[Candidate]) -> list[list[object]]:
