@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 
-from kvtier import ConfigError, Policy
+from kvtier import BudgetError, ConfigError, Policy
 from kvtier.planning.policies.names import POLICIES, policy_of
 from kvtier.planning.policies.pie import WholeLayers
 from kvtier.planning.policies.shares import FixedShare
+from kvtier.planning.policy import Candidate, Victims
 from kvtier.planning.rates import Rates
 from kvtier.planning.simulation.simulate import Load, Machine, Simulation
 from kvtier.planning.simulation.trials import Trial
+from kvtier.planning.step import LayerPlan, StepPlan, StepState
 
 RIGHT: dict[str, Any] = {
     "layers": 4,
@@ -67,6 +70,50 @@ def test_others_take_a_part_of_the_link_and_not_all_of_it(taken: float) -> None:
     trial = Simulation("all-fetch", Machine(Rates(), traffic=lambda step: taken), Load(**RIGHT | {"context": 6400}))
     with pytest.raises(ConfigError, match="traffic"):
         trial.run(10)
+
+
+class Odd(Policy):
+    """As the default, but for some answers."""
+
+    def __init__(self, **answers: Any) -> None:
+        super().__init__()
+        self.answers = answers
+
+    def plan(self, state: StepState) -> StepPlan:
+        plan = super().plan(state)
+        plan.layers = self.answers.get("layers", plan.layers)
+        return plan
+
+    def victims(self, candidates: Sequence[Candidate], blocks: int) -> Iterable[Victims]:
+        found = super().victims(candidates, blocks)
+        return self.answers["victims"](found) if "victims" in self.answers else found  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("answers", "said"),
+    [
+        ({"layers": [LayerPlan()]}, "1 layers where 4"),
+        ({"layers": [LayerPlan(0.5)] * 4}, "fetch is 0.5"),  # type: ignore[arg-type]
+        ({"victims": lambda found: None}, "list of Victims"),
+        ({"victims": lambda found: [(x[0], x[1]) for x in found]}, "a tuple of 2"),
+        ({"victims": lambda found: []}, "Odd.victims names too few"),
+        ({"victims": lambda found: [Victims(x.candidate, -1) for x in found]}, "Odd.victims names too few"),
+        ({"victims": lambda found: [Victims(object(), x.blocks) for x in found]}, "Odd.victims names too few"),
+    ],
+)
+def test_what_a_cache_refuses_of_a_policy_is_refused(answers: dict[str, Any], said: str) -> None:
+    with pytest.raises((ConfigError, BudgetError), match=said):
+        Simulation(Odd(**answers), Machine(Rates()), Load(**RIGHT)).run(20)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_device_of_few_slots_never_holds_more_than_these(name: str) -> None:
+    load = Load(**RIGHT | {"sequences": 20, "device_bytes": 83 * 2**16})
+    simulation = Simulation(name, Machine(Rates()), load)
+    for _ in range(40):
+        assert simulation._free >= 0
+        assert simulation._free + sum(x.evictable for x in simulation._layers) == 3
+        simulation.step()
 
 
 def test_what_is_no_simulation_is_refused() -> None:

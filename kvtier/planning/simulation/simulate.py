@@ -13,12 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvtier.config import parse_count, parse_number, parse_share
-from kvtier.errors import ConfigError
-from kvtier.planning.policies.names import policy_of
-from kvtier.planning.policy import Policy
+from kvtier.errors import BudgetError, ConfigError
+from kvtier.planning.policies.names import name_of, policy_of
+from kvtier.planning.policy import Policy, checked_victims
 from kvtier.planning.rates import Rates
 from kvtier.planning.reports.trace import Event, plan_args, step_args, write_trace
-from kvtier.planning.step import LayerPlan, LayerState, StepPlan, StepRecord, StepState
+from kvtier.planning.step import LayerPlan, LayerState, StepPlan, StepRecord, StepState, checked
 
 #: What a load counts, at least one of each.
 _COUNTED = {
@@ -154,7 +154,8 @@ class Simulation:
 
     Raises:
         ConfigError: no such policy, no machine or load, or a device budget without room for the blocks that are being
-            filled.
+            filled; and what the policy answers is none of that, as from a cache.
+        BudgetError: the policy evicts too little.
 
     Attributes:
         records: of the steps so far.
@@ -219,7 +220,7 @@ class Simulation:
         full = before // load.block_size, self._tokens // load.block_size
         seals = full[0] != full[1]
         if any(x.spilled for x in self._layers):
-            self._plan = self._policy.plan(self._state())
+            self._plan = checked(self._policy.plan(self._state()), len(self._layers))
             if self.traced:
                 args = plan_args(self._plan, self._policy, 1, "simulated")
                 self.events.append(Event("step", "plan", began, None, {"step": number} | args, "simulated"))
@@ -403,9 +404,15 @@ class Simulation:
         blocks = (sealed(layer.layer, after) - sealed(layer.layer, before)) * self.load.sequences
         if not blocks:
             return
-        self._make_room(blocks)
-        layer.resident += blocks
-        self._free -= blocks
+        left = blocks
+        while left:
+            self._make_room(min(left, self._slots))
+            part = min(left, self._free)
+            if not part:
+                raise self._full()
+            layer.resident += part
+            self._free -= part
+            left -= part
         rates, nbytes = self.machine.rates, blocks * self.load.block_bytes
         seconds = rates.copy_overhead + nbytes / rates.down
         begins = max(self._now, self._down)
@@ -419,9 +426,10 @@ class Simulation:
     def _make_room(self, blocks: int) -> None:
         if blocks <= self._free:
             return
-        for candidate, count, _ in self._policy.victims(self._layers, blocks - self._free):
-            assert isinstance(candidate, _Layer)
-            count = min(count, candidate.evictable)
+        for candidate, count, _ in checked_victims(self._policy.victims(self._layers, blocks - self._free)):
+            if not isinstance(candidate, _Layer):
+                continue  # it was not asked about that
+            count = min(max(count, 0), candidate.evictable)
             fetched = max(count - candidate.resident, 0)
             candidate.transient -= fetched
             candidate.resident -= count - fetched
@@ -430,6 +438,17 @@ class Simulation:
             self._record.evicted += count
             if blocks <= self._free:
                 return
+
+    def _full(self) -> BudgetError:
+        """As a cache refuses a step."""
+        budget, missing = self.load.device_bytes, self.load.block_bytes
+        return BudgetError(
+            f"The device budget of {budget} bytes is full and {missing} more are needed: "
+            f"{name_of(self._policy)}.victims names too few blocks to evict.",
+            tier="device",
+            needed=budget + missing,
+            budget=budget,
+        )
 
     def _noisy(self, seconds: float) -> float:
         if not self.machine.noise:
