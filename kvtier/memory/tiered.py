@@ -43,6 +43,9 @@ from kvtier.transfer.engine import InlineTransfers, TransferEngine
 
 EngineFactory = Callable[[torch.device], TransferEngine]
 
+#: Of owners, unique in a process: a policy object may be given to several memories.
+_numbers = itertools.count()
+
 
 def default_engine(device: torch.device) -> TransferEngine:
     """CUDA streams on a CUDA device; inline copies elsewhere."""
@@ -124,7 +127,6 @@ class TieredMemory:
         self._engine = engine
         self._poison = poison
         self._owners: dict[int, Owner] = {}
-        self._numbers = itertools.count()
         self._devices: dict[torch.device, ComputeDevice] = {}
         #: By the name of a device, what is stored of it: what `calibrate` has measured; None: nothing.
         self.rates: dict[str, Rates | None] = {}
@@ -158,7 +160,7 @@ class TieredMemory:
 
     def new_owner(self) -> Owner:
         """An owner that has not joined yet."""
-        return Owner(next(self._numbers))
+        return Owner(next(_numbers))
 
     def join(self, owner: Owner | None = None) -> Owner:
         """Let an owner in. Raises `ClosedError`.

@@ -80,8 +80,8 @@ def test_a_plan_that_is_made_again_within_a_prompt_is_one_line_of_the_log(caplog
     caplog.set_level(logging.DEBUG, "kvtier")
     with TieredKVCache(tiny_model("llama").config, device_budget="20KiB", host_budget="1MiB", block_size=4) as cache:
         run(cache, 90)
-    told = [x.split(" new tokens")[0] for x in lines(caplog, logging.DEBUG)]
-    assert "cache 0, step 1 on cpu, 90" in told
+    told, number = [x.split(" new tokens")[0] for x in lines(caplog, logging.DEBUG)], cache._forward.number
+    assert f"cache {number}, step 1 on cpu, 90" in told
     assert len(told) == len(set(told))
 
 

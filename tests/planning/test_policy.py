@@ -438,6 +438,14 @@ def test_plans_of_layers_are_in_any_collection(collection: Any, model: LlamaForC
     cache.check_integrity()
 
 
+def test_a_policy_tells_the_caches_of_two_memories_apart(model: LlamaForCausalLM) -> None:
+    ids, policy = torch.randint(64, (1, 61), generator=torch.Generator().manual_seed(0)), Whimsical(0)
+    for _ in range(2):
+        with TieredKVCache(CONFIG, device_budget=24 * SLOT, block_size=SIZE, policy=policy) as cache:
+            tokens(model, cache, ids)
+    assert len({record.cache for record in policy.seen}) == 2
+
+
 def test_what_a_step_takes_ends_as_another_cache_begins_one(
     model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
