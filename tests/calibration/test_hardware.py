@@ -11,7 +11,7 @@ import forks
 import pytest
 import torch
 from settled import only
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import kvtier
 from kvtier import profile
@@ -187,6 +187,57 @@ def test_a_forward_that_is_timed_leaves_its_cache_as_it_was(model: LlamaForCausa
             assert cache.get_seq_length() == size.past
     finally:
         trial.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "refills"),
+    [
+        ("gemma3_text", {"sliding_window": 16, "head_dim": 8}, False),
+        ("jamba", {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4, "num_experts": 2}, True),
+    ],
+)
+def test_windows_and_states_are_as_they_were_too(kind: str, sizes: dict[str, Any], refills: bool) -> None:
+    torch.manual_seed(0)
+    common = {name: getattr(CONFIG, name) for name in ("vocab_size", "hidden_size", "intermediate_size")}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    some = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **common, **heads, **sizes)).eval()
+    seen = list[torch.Tensor]()
+    some.register_forward_hook(lambda _, args, out: seen.append(out.logits) if args[0].shape[1] == 8 else None)
+    trial = models.Trial(some)
+    try:
+        with torch.no_grad():
+            forward, cut_back = trial.calls(PrefillSize(8, 24))
+            for _ in range(3):
+                forward()
+                cut_back()
+            assert len(models.measure_linear(trial, 0.1)) >= 1
+    finally:
+        trial.close()
+    assert trial.refills is refills
+    for x in seen[1:3]:
+        torch.testing.assert_close(x, seen[0])
+
+
+def test_a_model_that_is_filled_again_has_time_for_fewer_sizes(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models, "_times", lambda made, seconds: [1.0] * len(made))
+    now, found = [0.0], list[int]()
+    monkeypatch.setattr(models.time, "perf_counter", lambda: now[0])
+
+    def forward(self: models.Trial, tokens: torch.Tensor, cache: kvtier.TieredKVCache) -> None:
+        now[0] += tokens.numel() * 1e-3
+        cache.update(*[torch.zeros(tokens.shape[0], 2, tokens.shape[1], 8)] * 2, 0)
+
+    monkeypatch.setattr(models.Trial, "_forward", forward)
+    for refills in (False, True):
+        trial = models.Trial(model)
+        trial.refills = refills
+        sizes = [x for x, _ in models.measure_prefill(trial, 10.0)]
+        found.append(len(sizes))
+        trial.close()
+    assert sum(x.new + x.past for x in sizes) * 1e-3 <= models._ROUND * 10.0
+    assert found[1] < found[0]
 
 
 def test_sizes_too_large_for_the_time_or_the_model_are_left_away(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from kvtier.calibration.timing import in_turn
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, UnsupportedError
 from kvtier.hf.cache.cache import TieredKVCache
 from kvtier.hf.models.names import CACHE
 from kvtier.planning.fit import held_out_error
@@ -45,6 +45,10 @@ class Trial:
         model: that generates; it stays in the mode it is in.
         block_size: of the caches; None: their own choice.
 
+    Attributes:
+        refills: whether the model keeps a recurrent state, from which no token can be taken back: its caches are
+            emptied and filled again.
+
     Raises:
         ConfigError: the model has no config, an encoder, or no vocabulary.
     """
@@ -60,6 +64,7 @@ class Trial:
         self.layers = int(getattr(text, "num_hidden_layers", 1))
         self.most = int(getattr(text, "max_position_embeddings", None) or 2**30)
         self.device = model.device
+        self.refills = False
         self._caches: dict[tuple[int, int], TieredKVCache] = {}
 
     def ids(self, new: int, batch: int = 1) -> torch.Tensor:
@@ -72,8 +77,8 @@ class Trial:
         if size.past:
             key = (size.past, size.batch)
             if key not in self._caches:
-                cache = self._caches[key] = self._new()
-                self._forward(self.ids(size.past, size.batch), cache)
+                self._caches[key] = self._new()
+                self._fill(self._caches[key], size)
             cache = self._caches[key]
         else:
             cache = self._new()
@@ -84,15 +89,26 @@ class Trial:
             self._forward(tokens, cache)
 
         def cut_back() -> None:
+            if size.past and not self.refills:
+                try:
+                    return cache.crop(-size.new)
+                except UnsupportedError:
+                    self.refills = True
+            cache.reset()
             if size.past:
-                cache.crop(-size.new)
-            else:
-                cache.reset()
+                self._fill(cache, size)
 
         return forward, cut_back
 
     def _new(self) -> TieredKVCache:
-        return _Cache(self._config, block_size="auto" if self._block_size is None else self._block_size)
+        cache = _Cache(self._config, block_size="auto" if self._block_size is None else self._block_size)
+        if any(cache.is_sliding) or any(cache.is_linear):  # else a full window gives no token back
+            cache.activate_past_recording()
+        return cache
+
+    def _fill(self, cache: TieredKVCache, size: PrefillSize) -> None:
+        self._forward(self.ids(size.past, size.batch), cache)
+        cache.crop(0)  # what windows have recorded besides
 
     def _forward(self, tokens: torch.Tensor, cache: TieredKVCache) -> None:
         self.model(tokens, use_cache=True, logits_to_keep=1, **{CACHE: cache})
@@ -145,7 +161,8 @@ def _affordable(trial: Trial, sizes: Sequence[PrefillSize], seconds: float) -> l
     per_token = took[-1] / sizes[0].new
 
     def cost(size: PrefillSize) -> float:
-        return max(per_token * size.new * size.batch, took[-1])
+        forwards = (size.new, size.past) if trial.refills and size.past else (size.new,)
+        return sum([max(per_token * n * size.batch, took[-1]) for n in forwards])
 
     small = [x for x in sizes if max(cost(x), per_token * x.past * x.batch) <= _LARGEST * seconds] or sizes[:1]
     left, count = small, len(small)
