@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from pathlib import Path
 
 from kvtier.cli.arguments import positive, tokens
+from kvtier.cli.plan.plot import check
 from kvtier.config import parse_bytes
 from kvtier.errors import ConfigError
 from kvtier.planning.hardware.machines import MACHINES, machine
@@ -18,8 +18,14 @@ from kvtier.scheduling.simulation.profile import Profile
 from kvtier.scheduling.simulation.simulate import simulate
 from kvtier.scheduling.simulation.trials import MODELS
 
-#: The most tokens of a generated request.
+#: The most tokens of a generated prompt or answer, unless their mean is above 512: then 16 times that.
 _MOST = 8192
+#: Options that not every load has, by the load that has them, with what they are unless they are given.
+_OF_LOADS: dict[str, dict[str, float]] = {
+    "a generated load": {"rate": 4.0, "prompt": 512, "output": 128, "seed": 0},
+    "generated requests without --turns": {"tenants": 1},
+    "a trace": {"rate_scale": 1.0},
+}
 _COLUMNS = {
     "TTFT mean s": "ttft_mean",
     "p50": "ttft_p50",
@@ -55,13 +61,13 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     what.add_argument("--azure", metavar="FILE.csv", help="an Azure LLM inference trace")
     what.add_argument("--mooncake", metavar="FILE.jsonl", help="a Mooncake trace, with prefixes in common")
     what.add_argument("--turns", type=_turns, help="generate conversations of so many turns on average, 2 or more")
-    parser.add_argument("--rate", type=_rate, default=4.0, help="generated requests, or conversations, per second (4)")
-    parser.add_argument("--rate-scale", type=_rate, default=1.0, help="a trace's arrivals, so many times as fast (1)")
+    parser.add_argument("--rate", type=_rate, help="generated requests, or conversations, per second (4)")
+    parser.add_argument("--rate-scale", type=_rate, help="a trace's arrivals, so many times as fast (1)")
     parser.add_argument("--count", type=positive, default=300, help="requests (300)")
-    parser.add_argument("--prompt", type=tokens, default=512, help="mean tokens of generated prompts (512)")
-    parser.add_argument("--output", type=tokens, default=128, help="mean tokens generated (128)")
-    parser.add_argument("--tenants", type=positive, default=1, help="of generated requests (1)")
-    parser.add_argument("--seed", type=int, default=0, help="of generated requests (0)")
+    parser.add_argument("--prompt", type=tokens, help="mean tokens of generated prompts (512)")
+    parser.add_argument("--output", type=tokens, help="mean tokens generated (128)")
+    parser.add_argument("--tenants", type=positive, help="of generated requests (1)")
+    parser.add_argument("--seed", type=int, help="of generated requests (0)")
     parser.add_argument("--device", default="h100", help=f"{', '.join(MACHINES)} (h100)")
     parser.add_argument("--model", default="llama-3.1-8b", choices=MODELS, help="(llama-3.1-8b)")
     parser.add_argument("--device-budget", default="16GiB", help="for KV (16GiB)")
@@ -97,6 +103,9 @@ def _turns(text: str) -> float:
 
 def run(args: argparse.Namespace) -> int:
     """Carry out the command. Returns the exit status."""
+    _complete(args)
+    if args.plot is not None:
+        check(args.plot)
     model = MODELS[args.model]
     size = 512 if args.mooncake else 16
     block = size * model.layers * model.kv_bytes
@@ -117,9 +126,22 @@ def run(args: argparse.Namespace) -> int:
         print(f"Simulated: {args.model} on {args.device} by its datasheet; {len(requests)} requests, {load}.")
         print(f"KV: {device:,} blocks of {size} tokens on the device, {host:,} on the host.\n")
         print(_table(found))
-    if args.plot:
+    if args.plot is not None:
         _draw(args.plot, found)
     return 0
+
+
+def _complete(args: argparse.Namespace) -> None:
+    """Give options that were left away their values. Raises ConfigError: one is given that the load does not have."""
+    trace = "--azure" if args.azure else "--mooncake" if args.mooncake else ""
+    for load, options in _OF_LOADS.items():
+        fits = bool(trace) == (load == "a trace") and not ("tenants" in options and args.turns)
+        for name, value in options.items():
+            if getattr(args, name) is None:
+                setattr(args, name, value)
+            elif not fits:
+                option = f"--{name.replace('_', '-')}"
+                raise ConfigError(f"{option} is of {load}: leave it away{f' with {trace}' if trace else ''}.")
 
 
 def _load(args: argparse.Namespace, size: int) -> tuple[list[Request], str]:
@@ -130,7 +152,8 @@ def _load(args: argparse.Namespace, size: int) -> tuple[list[Request], str]:
     if args.mooncake:
         found = mooncake(args.mooncake, block_size=size, scale=args.rate_scale, count=args.count)
         return found, f"Mooncake trace at {args.rate_scale:g} x its rate"
-    prompt, output = lognormal(args.prompt, 0.8, _MOST), lognormal(args.output, 0.8, _MOST)
+    most = max(_MOST, 16 * max(args.prompt, args.output))  # one near a mean would lower that mean
+    prompt, output = lognormal(args.prompt, 0.8, most), lognormal(args.output, 0.8, most)
     if args.turns:
         count = max(round(args.count / args.turns), 1)
         found = conversations(
@@ -140,7 +163,7 @@ def _load(args: argparse.Namespace, size: int) -> tuple[list[Request], str]:
             prompt=prompt,
             output=output,
             think=10.0,
-            most=2 * _MOST,
+            most=2 * most,
             block_size=size,
             seed=args.seed,
         )
@@ -162,12 +185,8 @@ def _table(found: dict[str, Outcome]) -> str:
 
 
 def _draw(path: str, found: dict[str, Outcome]) -> None:
-    if not Path(path).suffix:
-        raise ConfigError(f"--plot {path!r}: the ending of the name says what kind of picture, such as bench.png.")
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(f'--plot {path!r} needs matplotlib: pip install "kvtier[plot]".') from error
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.add_subplot()
     for name, outcome in found.items():
@@ -178,5 +197,5 @@ def _draw(path: str, found: dict[str, Outcome]) -> None:
     axes.legend()
     try:
         figure.savefig(path, dpi=144)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise ConfigError(f"--plot {path!r}: {error}") from error

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvtier.cli import bench
 from kvtier.cli.main import main
+from kvtier.errors import ConfigError
+from kvtier.scheduling.simulation.outcome import Request
 
 
 def test_a_generated_load_as_a_table_and_as_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -36,17 +40,40 @@ def test_conversations_are_re_used_by_a_stateful_engine(capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--azure", "none.csv"], "not an Azure LLM inference trace"),
-        (["--mooncake", "none.jsonl"], "not a Mooncake trace"),
+        (["--azure", "none.csv"], "none.csv: not an Azure LLM inference trace: No such file or directory."),
+        (["--mooncake", "none.jsonl"], "none.jsonl: not a Mooncake trace: No such file or directory."),
+        (["--azure", __file__], "not an Azure LLM inference trace: 'TIMESTAMP' is missing."),
+        (["--azure", "none.csv", "--rate", "8"], "--rate is of a generated load: leave it away with --azure."),
+        (["--mooncake", "none.jsonl", "--prompt", "512"], "--prompt is of a generated load"),
+        (["--rate-scale", "2"], "--rate-scale is of a trace: leave it away."),
+        (["--turns", "3", "--tenants", "2"], "--tenants is of generated requests without --turns"),
         (["--device", "abacus"], "No machine 'abacus' is known"),
         (["--scheduler", "luck"], "scheduler='luck'"),
         (["--device-budget", "1MiB"], "takes more blocks than the 0 of the device"),
         (["--count", "5", "--plot", "bench"], "the ending of the name"),
+        (["--count", "5", "--plot", "none/bench.png"], "there is no folder 'none'"),
+        (["--count", "5", "--plot", ""], "the ending of the name"),
     ],
 )
 def test_what_cannot_be_is_said(options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", *options]) == 2
-    assert words in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert words in printed.err
+    assert printed.out == "", "it is said before anything is simulated"
+
+
+def test_generated_lengths_have_the_mean_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Request] = []
+
+    def took(requests: list[Request], *_: Any, **__: Any) -> Any:
+        seen[:] = requests
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(bench, "simulate", took)
+    for prompt, output in ((512, 128), (65536, 128), (512, 65536)):
+        assert main(["bench", "--count", "2000", "--prompt", str(prompt), "--output", str(output)]) == 2
+        assert sum(x.prompt for x in seen) / 2000 == pytest.approx(prompt, rel=0.1)
+        assert sum(x.output for x in seen) / 2000 == pytest.approx(output, rel=0.1)
 
 
 @pytest.mark.parametrize(

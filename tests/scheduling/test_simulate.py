@@ -126,7 +126,7 @@ def test_what_is_kept_is_not_computed_again(profile: Profile) -> None:
 
 
 def test_a_request_that_can_never_fit_is_refused(profile: Profile) -> None:
-    with pytest.raises(ConfigError, match="Request 0 takes more blocks than the 40"):
+    with pytest.raises(ConfigError, match="Request 0, of 161 tokens, takes more blocks than the 40"):
         Simulation([Request(0.0, 100, 61)], profile, FirstComeFirstServed())
     simulate([Request(0.0, 100, 60)], profile, FirstComeFirstServed(), check=True)
 

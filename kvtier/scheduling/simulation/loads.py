@@ -108,7 +108,7 @@ def azure(path: str | Path, *, scale: float = 1.0, lengths: float = 1.0, count: 
                 time = datetime.datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
                 rows.append((time, int(row["ContextTokens"]), int(row["GeneratedTokens"])))
     except (OSError, KeyError, ValueError, TypeError) as error:
-        raise ConfigError(f"{path}: not an Azure LLM inference trace: {error!r}") from error
+        raise ConfigError(f"{path}: not an Azure LLM inference trace: {_why(error)}.") from error
     if not rows:
         raise ConfigError(f"{path}: not an Azure LLM inference trace: it has no request.")
     rows = sorted(rows)[:count]
@@ -148,5 +148,12 @@ def mooncake(
                 time = row["timestamp"] / 1000 / scale
                 found.append(Request(time, row["input_length"], max(row["output_length"], 1), whole))
     except (OSError, KeyError, ValueError, TypeError) as error:
-        raise ConfigError(f"{path}: not a Mooncake trace: {error!r}") from error
+        raise ConfigError(f"{path}: not a Mooncake trace: {_why(error)}.") from error
     return found
+
+
+def _why(error: Exception) -> str:
+    """What is wrong with a file."""
+    if isinstance(error, KeyError):
+        return f"{error} is missing"
+    return str((isinstance(error, OSError) and error.strerror) or error)

@@ -107,7 +107,10 @@ class Simulation:
         self._arrivals: list[tuple[float, int]] = []
         for i, request in enumerate(requests):
             if self._blocks(request.prompt + request.output) > profile.device_blocks:
-                raise ConfigError(f"Request {i} takes more blocks than the {profile.device_blocks} of the device.")
+                raise ConfigError(
+                    f"Request {i}, of {request.prompt + request.output:,} tokens, takes more blocks than the "
+                    f"{profile.device_blocks} of the device: give the device more, or shorter requests."
+                )
             if request.prompt < 1 or request.output < 1:
                 raise ConfigError(f"Request {i}: a prompt and an output have at least one token.")
             self.outcome.requests.append(Served(request.arrived, request.prompt, request.output, request.tenant))
