@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import pty
@@ -224,6 +225,13 @@ def test_a_damaged_file_of_a_model_is_a_sentence(talk: Talk, file: str, content:
     assert len(talk.err.splitlines()) == 1
 
 
+def test_a_folder_without_a_tokenizer_is_a_whole_sentence(talk: Talk, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((Path(PYLM) / "config.json").read_bytes())
+    talk("--no-store", model=str(tmp_path))
+    assert (talk.status, len(talk.err.splitlines())) == (2, 1)
+    assert "one of: (1) a `tokenizers` library serialization file, (2)" in talk.err
+
+
 def test_what_fails_in_an_answer_is_said_and_the_next_one_comes(
     talk: Talk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,10 +250,23 @@ def test_what_fails_in_an_answer_is_said_and_the_next_one_comes(
     assert talk.status == 2
 
 
+def test_where_nobody_reads_the_answers_no_other_line_is_answered(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def nobody_reads(*_: Any) -> None:
+        asked.append(1)
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr(Answer, "put", nobody_reads)
+    talk("--no-store", lines="x\ny\nz\n")
+    assert asked == [1]
+    assert "no answer" not in talk.err
+
+
 def test_bytes_that_are_no_text_are_no_message(talk: Talk) -> None:
     assert len(talk("--no-store", "--max-new-tokens", "1", lines="x\udcff\nx\n")) == 1
     assert "That is no text" in talk.err
-    assert talk.status == 0
+    assert talk.status == 2, "a line was not answered"
 
 
 def test_a_pipe_sees_by_the_status_that_a_line_was_not_answered(talk: Talk, tmp_path: Path) -> None:
@@ -256,6 +277,8 @@ def test_a_pipe_sees_by_the_status_that_a_line_was_not_answered(talk: Talk, tmp_
     talk("--store", str(tmp_path), "--max-new-tokens", "2", lines="x\n/fork chat\ny\n")
     assert talk.status == 2
     assert len(history(tmp_path)) == 4, "the lines behind it are answered"
+    talk("--no-store", lines="/etc/hosts has an error: where?\n")
+    assert (talk.status, "There is no /etc/hosts" in talk.err) == (2, True)
 
 
 def test_ctrl_c_stops_an_answer_and_keeps_what_was_said(

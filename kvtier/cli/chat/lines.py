@@ -63,6 +63,7 @@ class Loop:
                     print(file=sys.stderr)
                 break
             except UnicodeError as error:
+                self.failed += 1
                 say(f"That is no text: {error}")
                 continue
             if line.strip():
@@ -81,6 +82,8 @@ class Loop:
         except KVTierError as error:
             self.failed += 1
             say(f"kvtier: {plain(str(error), lines=True)}")
+        except BrokenPipeError:  # nobody reads the answers, as after `| head`: no other line needs one
+            raise
         except Exception as error:  # of the model, the template, the device: others may work, and nothing is lost
             self.failed += 1
             what = f"{type(error).__name__}: {plain(str(error), lines=True)}"
@@ -89,6 +92,7 @@ class Loop:
     def _command(self, line: str) -> None:
         word, _, rest = line.partition(" ")
         if word not in self.commands:
+            self.failed += 1
             say(f"There is no {plain(word)}. /help lists what there is; //{plain(line[1:])} would be a message.")
             return
         self.commands[word](rest.strip())

@@ -76,5 +76,7 @@ def _refused(name: str, what: str, error: Exception) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    text = str(error).strip().split("\n", 1)[0].strip() or type(error).__name__
+    text = str(error).strip() or type(error).__name__
+    first = text.split("\n", 1)[0].strip()
+    text = " ".join(text.split()) if first.endswith(":") else first  # what a colon promises is on the lines behind it
     return text if text.endswith((".", "!", "?")) else f"{text}."
