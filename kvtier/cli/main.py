@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import re
 import select
@@ -22,6 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         0; 1: the answer is no; 2: an error, told in a sentence on stderr; 130 after Ctrl-C; 141 where whoever reads
         the output has gone, as of a program that SIGPIPE ends.
     """
+    _print_any_text()
     parser = argparse.ArgumentParser(prog="kvtier", description="A tiered KV cache for Hugging Face Transformers.")
     parser.add_argument("--version", action="version", version=f"kvtier {sys.modules['kvtier'].__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
@@ -52,6 +54,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("kvtier: interrupted", file=sys.stderr)
         return 130
+
+
+def _print_any_text() -> None:
+    """Where the encoding of the output lacks a character, as of a name or of an answer, it is written out: an error
+    would take away all that comes behind it."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _joined(argv: Sequence[str]) -> list[str]:

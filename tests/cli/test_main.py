@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import io
+import json
 import subprocess
 import sys
+import warnings
+from pathlib import Path
 
 import pytest
 
 import kvtier
+import kvtier.__main__
 from kvtier.cli.main import main
 
 
@@ -42,3 +47,30 @@ def test_ctrl_c_before_there_is_a_parser_ends_in_a_line() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.stdout, done.stderr) == ("130\n", "kvtier: interrupted\n")
+
+
+def test_a_warning_of_kvtiers_is_a_sentence_and_one_of_others_says_where_it_is() -> None:
+    inside = str(Path(kvtier.__file__).with_name("__main__.py"))
+    said = kvtier.__main__._sentence(RuntimeWarning("a budget is large"), RuntimeWarning, inside, 11)
+    assert said == "kvtier: a budget is large\n"
+    others = (RuntimeWarning("old"), RuntimeWarning, "/elsewhere/torch.py", 7)
+    assert kvtier.__main__._sentence(*others) == warnings.formatwarning(*others)
+    assert "torch.py:7: RuntimeWarning: old" in kvtier.__main__._sentence(*others)
+
+
+def test_a_command_says_its_warnings_in_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
+    monkeypatch.setattr(sys, "argv", ["kvtier"])
+    assert kvtier.__main__.main() == 2
+    assert warnings.formatwarning is kvtier.__main__._sentence
+
+
+def test_what_an_encoding_lacks_is_written_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = tmp_path / "модель"
+    folder.mkdir()
+    config = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 64, "vocab_size": 64}))
+    out = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, encoding="ascii"))
+    assert main(["plan", str(folder)]) == 0
+    assert "\\u043c\\u043e\\u0434\\u0435\\u043b\\u044c: " in out.getvalue().decode("ascii")
