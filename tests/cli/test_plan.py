@@ -38,6 +38,7 @@ from kvtier import ConfigError
 from kvtier import profile as profiles
 from kvtier.cli.config import completed_config, read_config
 from kvtier.cli.main import main
+from kvtier.cli.plan import report
 from kvtier.cli.plan.report import millions
 from kvtier.hf.models.checkpoint import config as model_config
 from kvtier.hf.models.checkpoint import weights
@@ -954,6 +955,29 @@ def test_a_machine_without_a_device_attends_on_the_host(config: Path, capsys: py
     assert "all on the host" in out
 
 
+def test_a_plan_of_a_cpu_says_what_float32_takes(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = "take float32, with 2 x the KV"
+    assert said in plan(capsys, config, "--device", "cpu")[1]
+    assert said not in plan(capsys, config, "--device", "h100")[1]
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "whole" / "config.json").write_text(json.dumps(json.loads(config.read_text()) | {"dtype": "float32"}))
+    assert "float32, with" not in plan(capsys, tmp_path / "whole", "--device", "cpu")[1]
+
+
+def test_times_are_written_without_powers_of_ten() -> None:
+    times = {
+        0.000298: "0.298 ms",
+        0.0264: "26.4 ms",
+        0.328: "0.328 s",
+        43.61: "43.6 s",
+        999.4: "999 s",
+        2106.6: "2,107 s",
+    }
+    assert {seconds: report._time(seconds) for seconds in times} == times
+
+
 def test_a_profile_of_a_machine_without_a_device_needs_no_budget_of_one(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -1017,7 +1041,7 @@ def test_a_file_that_is_no_profile_is_refused(config: Path, tmp_path: Path, caps
     for content in (b"", b"\xff\xfe\x00", b"{}"):
         path.write_bytes(content)
         status, _, err = plan(capsys, config, "--profile", path, "--device-budget", "2GiB")
-        assert (status, "no hardware profile" in err) == (2, True)
+        assert (status, "no hardware profile" in err, str(path) in err) == (2, True, True)
 
 
 def test_a_picture_of_no_kind_is_refused_before_the_plan(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

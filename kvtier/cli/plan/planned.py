@@ -82,6 +82,11 @@ def planned(args: argparse.Namespace) -> Planned:
     whole = model_size(config, weights)
     model = divided(whole, args.devices)
     profile, known = _profile(args, config, model)
+    if profile.name.partition(",")[0] == "cpu" and whole.kv_bytes and whole.itemsize < 4:
+        notes += (
+            "KV is counted in the dtype that the model is saved in. On a CPU `kvtier chat` and `kvtier serve` take "
+            f"float32, with {4 // whole.itemsize} x the KV, unless --dtype says otherwise.",
+        )
     room = _left(args, model, known) if known is not None and known.overlaps else None
     demand = Demand(args.context, args.batch, *_budgets(args, model, whole, profile, known))
     try:
@@ -121,7 +126,10 @@ def _profile(
             stored = None  # `from_json` says what is wrong
         if isinstance(stored, dict) and "machine" in stored:
             return of_file(stored, model, model_name(_Config(config))), None
-        profile = HardwareProfile.from_json(content)
+        try:
+            profile = HardwareProfile.from_json(content)
+        except ConfigError as error:
+            raise ConfigError(f"--profile {args.profile}: {error}") from error
         other = differing(profile.model, model_name(_Config(config))) if profile.model else ""
         if other:
             raise ConfigError(

@@ -53,9 +53,7 @@ def table(plan: Planned) -> str:
             lines.append(f"  {what:<16}  {format_size(demand.sequences * nbytes * n):>10}   {where}")
     lines += _reach(plan)
     if outlook.prefill_seconds is not None:
-        seconds = outlook.prefill_seconds
-        time = f"{seconds:.3g} s" if seconds >= 0.1 else f"{1e3 * seconds:.3g} ms"
-        lines.append(f"  prefill           {time:>10}   of all prompts")
+        lines.append(f"  prefill           {_time(outlook.prefill_seconds):>10}   of all prompts")
     if plan.positions and demand.context > plan.positions:
         lines.append(f"  Note: {demand.context:,} tokens fit, but the model has only {plan.positions:,} positions.")
     lines += ["", f"{'policy':<20}{'ms / step':>11}{'tokens / s':>12}{'fetched':>12}{'on host':>12}  bound by"]
@@ -106,6 +104,13 @@ def _reach(plan: Planned) -> list[str]:
     if positions and (most is None or positions < most):
         line += ", all positions of the model" + (f"; there is room for {most:,}" if most else "")
     return [line]
+
+
+def _time(seconds: float) -> str:
+    """ "298 ms", "43.6 s", "2,187 s"."""
+    if seconds < 0.1:
+        return f"{1e3 * seconds:.3g} ms"
+    return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:,.0f} s"
 
 
 def millions(weights: int) -> str:
