@@ -286,8 +286,9 @@ def test_what_cannot_be_copied_to_is_refused_and_left_as_it_is(tmp_path: Path) -
     (tmp_path / "full" / "file").write_text("of others")
     before = sorted(tmp_path.rglob("*"))
     for to in ("store", "store/copy", "store/a/b", "link", "link/copy", "file", "file/copy", "full"):
-        with pytest.raises(ConfigError):
+        with pytest.raises(ConfigError) as refused:
             copy_folder(folder, tmp_path / to)
+        assert str(refused.value).count("Give ") == 1
     with pytest.raises(ConfigError, match="not a folder of saved sequences"):
         copy_folder(tmp_path / "full", tmp_path / "copy")
     assert sorted(tmp_path.rglob("*")) == before

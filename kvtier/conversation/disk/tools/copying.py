@@ -65,7 +65,7 @@ def copy_folder(directory: str | Path, to: str | Path) -> Copied:
     try:
         target, within = (Path(os.path.realpath(x)) for x in (to, source))
         if within == target or within in target.parents:
-            raise ConfigError(f"{target} is within {source}, which is to be copied. Give a place outside.")
+            raise ValueError(f"{target} is within the folder that is copied")
         with _next_to(target) as made:
             copied = _copy(source, made)
             with contextlib.suppress(FileNotFoundError):
