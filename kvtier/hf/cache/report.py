@@ -15,6 +15,7 @@ from kvtier.hf.models.layers import grows_untiered
 from kvtier.planning.policies.names import name_of
 from kvtier.planning.reports.analysis import analyse, decoded
 from kvtier.planning.reports.explain import Explanation
+from kvtier.planning.reports.log import Logged
 from kvtier.stats import CacheStats, LayerResidency, Residency
 
 
@@ -69,7 +70,7 @@ def explanation(forward: Forward, layers: Sequence[Any], stats: CacheStats) -> E
         stats.host,
         lines,
         stats.resident_bytes,
-        name_of(policy),
+        name_of(policy.policy if isinstance(policy, Logged) else policy),
         decisions[-1] if decisions else None,
         analysis,
         history,

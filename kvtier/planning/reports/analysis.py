@@ -15,7 +15,7 @@ from kvtier.config import format_size
 from kvtier.planning.costs import CostModel, Prediction
 from kvtier.planning.makespan.groups import Groups, alike
 from kvtier.planning.policies.shares import FixedShare, room_for, room_of
-from kvtier.planning.policy import Policy, fill
+from kvtier.planning.policy import Policy, checked_prediction, fill
 from kvtier.planning.rates import Rates
 from kvtier.planning.reports.log import Logged
 from kvtier.planning.step import MAX_DECODE_TOKENS, LayerState, StepRecord, StepState
@@ -162,7 +162,7 @@ class _Case:
         self.groups = alike(state.layers)
         self.part = len(state.layers) / max(state.model_layers, len(state.layers))
         learned = policy.model(state.cache, state.device)
-        expected = policy.prediction(state.cache, state.device)
+        expected = checked_prediction(policy.prediction(state.cache, state.device))
         self.chooses = learned is not None
         decisions = policy.decisions(state.cache, state.device)
         if expected is None and decisions:

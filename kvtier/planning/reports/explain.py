@@ -146,7 +146,7 @@ class Explanation(Printed):
     def _why(self) -> str:
         spilled = sum(x.spilled_bytes for x in self.analysis)
         share = sum(x.share * x.spilled_bytes for x in self.analysis) / spilled if spilled else 0.0
-        what = f"{format_size(spilled)} are on the host only{self._cause(spilled, share)}; "
+        what = f"{format_size(spilled)} are spilled to the host{self._cause(spilled, share)}; "
         if share > 0.995:
             what += "a step fetches all of that"
         elif share < 0.005:

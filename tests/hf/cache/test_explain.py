@@ -81,7 +81,7 @@ def test_its_numbers_are_those_of_stats_and_residency(policy: str, apart: bool) 
         "neo": "whole sequences are on either side",
     }
     fetching = cause["all-fetch"] if analysis.share >= 0.005 else "the device has no room for them"
-    assert f"{size} are on the host only ({cause.get(policy, fetching)});" in flat
+    assert f"{size} are spilled to the host ({cause.get(policy, fetching)});" in flat
     assert ("the device is emulated" in text) is not apart
     assert ("without a device_budget nothing is copied" in text.replace("\n         ", " ")) is not apart
     both = sum(x.both_blocks for x in found.layers)
@@ -298,6 +298,7 @@ def test_a_policy_that_is_logged_is_explained_as_without_the_log(tmp_path: Path)
     cache = spilled(Logged(POLICIES["adaptive"](0.5), tmp_path / "log"))
     decode(cache, 12)
     found = cache.explain()
+    assert found.policy == "adaptive"
     assert found.decision is not None
     assert found.predicted
     assert "host" in found.analysis[0].learned
@@ -389,7 +390,7 @@ def test_what_the_device_would_have_room_for_is_not_said_to_lack_it() -> None:
     found = cache.explain()
     free = found.device.budget - (found.device.used_blocks * BLOCK_BYTES)
     assert 0 < found.analysis[0].spilled_bytes < free
-    assert "are on the host only; " in " ".join(str(found).split())
+    assert "are spilled to the host; " in " ".join(str(found).split())
 
 
 @pytest.mark.parametrize("device_budget", [None, "40KiB"])
