@@ -17,7 +17,7 @@ from kvtier.cli.chat.command import check_budgets
 from kvtier.cli.config import read_config
 from kvtier.config import parse_bytes
 from kvtier.errors import ConfigError
-from kvtier.serving.http.requests.keys import Keys
+from kvtier.serving.http.requests.keys import read_keys
 
 _EXAMPLES = """\
 examples:
@@ -139,8 +139,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--disk-budget is of a store: give --store DIR.")
     if args.served_model_name == "":
         raise ConfigError("--served-model-name: give a name that is not empty.")
-    if args.api_key_file is not None:
-        Keys.read(args.api_key_file, b"")  # said before weights are read, which takes minutes
+    # What is wrong is said before weights are read, which takes minutes. It may be a pipe, which is read once.
+    keys = {} if args.api_key_file is None else read_keys(args.api_key_file)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
     logging.getLogger("kvtier").setLevel(logging.INFO)
     from kvtier.conversation.disk.files.folder import Folder
@@ -157,7 +157,7 @@ def run(args: argparse.Namespace) -> int:
 
         with _listening(args.host, args.port) as listening:  # the same
             model = model_of(args.model, args.dtype, args.device)
-            with Server(model, tokenizer, _options(args)) as server:
+            with Server(model, tokenizer, _options(args, keys)) as server:
                 host, port = listening.getsockname()[:2]
                 _warn(args, tokenizer)
                 server.run(listening, lambda: _say(f"serving {args.model} at http://{_shown(host)}:{port}/v1"))
@@ -182,7 +182,7 @@ def _use_template(tokenizer: Any, file: str) -> None:
         logging.getLogger(__name__).debug("the chat template refuses a message: %s", error)
 
 
-def _options(args: argparse.Namespace) -> Any:
+def _options(args: argparse.Namespace, keys: dict[str, str]) -> Any:
     from kvtier.serving.http.server import ServerOptions
 
     store = {
@@ -197,7 +197,7 @@ def _options(args: argparse.Namespace) -> Any:
         directory=args.store,
         store=store,
         engine=engine,
-        key_file=args.api_key_file,
+        keys=keys,
         context=args.max_model_len,
         default_tokens=args.default_max_tokens,
         ttl=args.session_ttl,

@@ -42,7 +42,7 @@ class ServerOptions:
         name: of the model, for clients.
         directory: of the store; None: what is kept ends with the server.
         store, engine: options of `ConversationStore` and `Engine`.
-        key_file: of API keys; None: everybody may ask.
+        keys: the name of each API key; none: everybody may ask.
         context: tokens of a sequence, at the most; None: what the model has.
         default_tokens: of an answer of a chat that names no limit.
         ttl: seconds after which a session that was not used is forgotten.
@@ -56,7 +56,7 @@ class ServerOptions:
     directory: str | None = None
     store: dict[str, Any] = field(default_factory=dict)
     engine: dict[str, Any] = field(default_factory=dict)
-    key_file: str | None = None
+    keys: dict[str, str] = field(default_factory=dict, repr=False)
     context: int | None = None
     default_tokens: int = 1024
     ttl: float = math.inf
@@ -88,7 +88,7 @@ class Server:
             engine = Engine(model, tokenizer, store=store, **options.engine)
             stack.callback(engine.close)
             secret = secret_of(options.directory)
-            self.keys = Keys({}, secret) if options.key_file is None else Keys.read(options.key_file, secret)
+            self.keys = Keys(options.keys, secret)
             context = _context(model, options.context)
             for setting, plain in token_by_token(own := model.generation_config).items():
                 said = f"sets {setting}={getattr(own, setting)!r}, which is not served"

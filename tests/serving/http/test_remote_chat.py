@@ -14,6 +14,7 @@ from servers import Running, Start, by_generate
 from kvtier.cli.chat.remote import Connection, RemoteLoop
 from kvtier.cli.main import main
 from kvtier.cli.store import plain
+from kvtier.serving.http.requests.keys import read_keys
 
 STATUS = re.compile(r"\[([\d,]+) cached · ([\d,]+) computed")
 
@@ -197,6 +198,6 @@ def test_what_is_wrong_is_a_sentence(running: Running, talk: Any, start: Start, 
     assert "the server says 400: This model's maximum context length is 4096 tokens" in err
     keys = tmp_path / "keys"
     keys.write_text("alice key-a\n")
-    with start(key_file=str(keys)) as guarded:
+    with start(keys=read_keys(keys)) as guarded:
         status, _, err = talk("--url", guarded.url)
         assert (status, "the server says 401" in err) == (2, True)

@@ -28,7 +28,7 @@ from servers import NAME, Running, Start, answer_on, by_generate
 from kvtier import ConfigError
 from kvtier.conversation.disk.rows.conversations import ConversationRows
 from kvtier.serving.http import server
-from kvtier.serving.http.requests.keys import Keys
+from kvtier.serving.http.requests.keys import read_keys
 from kvtier.serving.http.server import _Connection
 
 CLIENTS = int(os.environ.get("KVTIER_TEST_CLIENTS", "30"))
@@ -360,7 +360,7 @@ def test_a_crowd_of_which_a_third_leaves_gets_no_wrong_token(start: Start, train
 def test_keys_guard_and_share_nothing(start: Start, tmp_path: Any) -> None:
     keys = tmp_path / "keys"
     keys.write_text("# who may ask\nalice key-a\nbob   key-b\n")
-    with start(key_file=str(keys)) as running:
+    with start(keys=read_keys(keys)) as running:
         for key in ("none", "key-c"):
             with pytest.raises(openai.AuthenticationError):
                 running.client(key).completions.create(model=NAME, prompt=PROMPT, max_tokens=2)
@@ -387,7 +387,7 @@ def test_keys_guard_and_share_nothing(start: Start, tmp_path: Any) -> None:
 def test_names_of_tenants_and_sessions_do_not_run_together(start: Start, tmp_path: Any) -> None:
     keys = tmp_path / "keys"
     keys.write_text("a key-1\na/b key-2\na%2Fb key-3\n")
-    with start(key_file=str(keys)) as running:
+    with start(keys=read_keys(keys)) as running:
         for key, session in (("key-1", "b/c"), ("key-2", "c"), ("key-3", "c"), ("key-1", "%2Fb/c")):
             running.client(key).completions.create(model=NAME, prompt=PROMPT, max_tokens=2, user=session)
         assert len(running.server.manager._store.names) == 4
@@ -396,7 +396,7 @@ def test_names_of_tenants_and_sessions_do_not_run_together(start: Start, tmp_pat
 def test_a_key_that_no_header_can_hold_is_refused(tmp_path: Any) -> None:
     (tmp_path / "keys").write_text("alice schlüssel\n", encoding="utf-8")
     with pytest.raises(ConfigError, match="ASCII"):
-        Keys.read(tmp_path / "keys", b"x" * 32)
+        read_keys(tmp_path / "keys")
 
 
 def test_what_is_not_there_is_said_with_what_is(running: Running) -> None:
@@ -414,7 +414,7 @@ def test_what_is_not_there_is_said_with_what_is(running: Running) -> None:
 def test_a_file_of_keys_that_is_no_text_is_refused_in_a_sentence(tmp_path: Any) -> None:
     (tmp_path / "keys").write_bytes("älice key-a\n".encode("latin-1"))
     with pytest.raises(ConfigError, match=r"keys is no text: .*\. Write it in UTF-8"):
-        Keys.read(tmp_path / "keys", b"x" * 32)
+        read_keys(tmp_path / "keys")
 
 
 def test_a_session_of_another_salt_begins_anew(start: Start, tmp_path: Any) -> None:
@@ -423,7 +423,7 @@ def test_a_session_of_another_salt_begins_anew(start: Start, tmp_path: Any) -> N
     for lost in (False, True):
         if lost:
             (tmp_path / "store" / "server.secret").unlink()
-        with start(key_file=str(keys), directory=str(tmp_path / "store")) as running:
+        with start(keys=read_keys(keys), directory=str(tmp_path / "store")) as running:
 
             def cached(**extra: Any) -> int:
                 done = running.client("key-a").completions.create(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import signal
 import time
@@ -77,6 +78,27 @@ def test_killed_in_the_middle_it_goes_on_from_its_store_and_ends_in_good_order(
         process.send_signal(signal.SIGTERM)
         assert slow.result().choices[0].text == by_generate(trained, "class A:", LONG["max_tokens"])
         assert process.wait(120) == 0
+
+
+def test_keys_come_through_a_pipe_too_and_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvtier import ConfigError
+    from kvtier.cli.main import main
+    from kvtier.serving.http import server
+
+    seen = list[server.ServerOptions]()
+
+    def made(model: Any, tokenizer: Any, options: server.ServerOptions) -> None:
+        seen.append(options)
+        raise ConfigError("seen")
+
+    monkeypatch.setattr(server, "Server", made)
+    read, write = os.pipe()
+    os.write(write, b"alice key-a\n")
+    os.close(write)
+    assert main(["serve", str(PYLM), "--port", "0", "--api-key-file", f"/dev/fd/{read}"]) == 2
+    os.close(read)
+    assert seen[0].keys == {"key-a": "alice"}
+    assert "key-a" not in repr(seen[0])
 
 
 def test_a_port_that_is_taken_and_packages_that_are_missing_are_said_in_a_sentence(

@@ -62,6 +62,37 @@ class Visit:
 VISIT: contextvars.ContextVar[Visit] = contextvars.ContextVar("kvtier_visit")
 
 
+def read_keys(path: str | Path) -> dict[str, str]:
+    """The name of each API key in a file of lines `NAME KEY`; those that begin with # say nothing.
+
+    Raises:
+        ConfigError: no text, a line that is none, a byte order mark behind the beginning, or a name or a key that
+            comes twice; OSError.
+    """
+    names: dict[str, str] = {}
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")  # editors may put a byte order mark first
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is no text: {error}. Write it in UTF-8, with lines `NAME KEY`.") from error
+    for number, line in enumerate(text.split("\n"), 1):
+        if _MARK in line:  # it is not seen, and what begins with it is no comment
+            raise ConfigError(f"{path}:{number}: a byte order mark is within the file. Remove it there.")
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        if len(words) != 2:
+            raise ConfigError(f"{path}:{number}: give a name and a key, with a space between.")
+        name, key = words
+        if not key.isascii():
+            raise ConfigError(f"{path}:{number}: a key is sent in a header, which takes ASCII characters only.")
+        if key in names or name in names.values():
+            raise ConfigError(f"{path}:{number}: the name {name!r} or its key is there already.")
+        names[key] = name
+    if not names:
+        raise ConfigError(f"{path}: there is no key in it.")
+    return names
+
+
 class Keys:
     """The API keys of a server.
 
@@ -74,37 +105,6 @@ class Keys:
         # Keys are looked up by their digest: how long that takes says nothing of a key.
         self._names = {hashlib.sha256(key.encode()).digest(): name for key, name in names.items()}
         self._secret = secret
-
-    @classmethod
-    def read(cls, path: str | Path, secret: bytes) -> Keys:
-        """From a file of lines `NAME KEY`; those that begin with # say nothing.
-
-        Raises:
-            ConfigError: no text, a line that is none, a byte order mark behind the beginning, or a name or a key that
-                comes twice; OSError.
-        """
-        names: dict[str, str] = {}
-        try:
-            text = Path(path).read_text(encoding="utf-8-sig")  # editors may put a byte order mark first
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{path} is no text: {error}. Write it in UTF-8, with lines `NAME KEY`.") from error
-        for number, line in enumerate(text.split("\n"), 1):
-            if _MARK in line:  # it is not seen, and what begins with it is no comment
-                raise ConfigError(f"{path}:{number}: a byte order mark is within the file. Remove it there.")
-            words = line.split()
-            if not words or words[0].startswith("#"):
-                continue
-            if len(words) != 2:
-                raise ConfigError(f"{path}:{number}: give a name and a key, with a space between.")
-            name, key = words
-            if not key.isascii():
-                raise ConfigError(f"{path}:{number}: a key is sent in a header, which takes ASCII characters only.")
-            if key in names or name in names.values():
-                raise ConfigError(f"{path}:{number}: the name {name!r} or its key is there already.")
-            names[key] = name
-        if not names:
-            raise ConfigError(f"{path}: there is no key in it.")
-        return cls(names, secret)
 
     def __len__(self) -> int:
         return len(self._names)
