@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 import random
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +14,9 @@ import pytest
 from transformers.cli.serving import utils
 
 from kvtier.serving.http.answers import Answer, Part
+from kvtier.serving.http.handlers.chat import _Reply
 from kvtier.serving.http.parsing import Parser, parsers_of, unread_ends
+from kvtier.serving.http.requests.asked import Asked
 from kvtier.serving.request import RequestOutput
 
 CALL = '{"name": "look_up", "arguments": {"word": "naïve"}}'
@@ -199,3 +203,24 @@ def test_what_a_user_writes_begins_no_region_of_the_answer(trained: tuple[Any, A
     assert said(f"<own_turn>{wrote}<own_turn>", SAID) == ("", SAID)
     for marked in (f"<own_turn>{wrote}<own_turn><think>\n", f"### User: {wrote}\n### Model:<think>\n"):
         assert said(marked, f"It is.</think>{SAID}") == ("It is.", SAID)
+
+
+def test_a_stream_of_a_chat_begins_with_its_first_tokens() -> None:
+    said = list[tuple[int, dict[str, Any]]]()
+
+    async def parts() -> AsyncIterator[tuple[int, Part]]:
+        assert not said, "a load generator takes the first chunk for the first token"
+        for number, part in ((1, Part("b")), (0, Part("a")), (1, Part(reason="stop")), (0, Part(reason="length"))):
+            yield number, part
+
+    async def read() -> None:
+        answers: Any = SimpleNamespace(answers=[None, None], parts=parts, usage={})
+        handler: Any = SimpleNamespace(served=SimpleNamespace(name="m"))
+        async for event in _Reply(handler, answers).events(Asked(stream=True)):
+            if "[DONE]" not in event:
+                (choice,) = json.loads(event.removeprefix("data: "))["choices"]
+                said.append((choice["index"], choice["delta"]))
+
+    asyncio.run(read())
+    role = {"role": "assistant", "content": ""}
+    assert said == [(1, role), (1, {"content": "b"}), (0, role), (0, {"content": "a"}), (1, {}), (0, {})]

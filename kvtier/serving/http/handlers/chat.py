@@ -63,10 +63,13 @@ class _Reply:
 
     async def events(self, asked: Asked) -> AsyncIterator[str]:
         """As it comes."""
-        for number in range(len(self._answers.answers)):
-            yield self._chunk(number, {"role": "assistant", "content": ""}, more=usage_so_far(asked, self._answers))
+        begun = set[int]()
         try:
             async for number, part in self._answers.parts():
+                if number not in begun:  # with its first tokens: load generators take it for these
+                    begun.add(number)
+                    role = {"role": "assistant", "content": ""}
+                    yield self._chunk(number, role, more=usage_so_far(asked, self._answers))
                 if part.call is not None:
                     delta: dict[str, Any] = {"tool_calls": [self._call(number, part)]}
                 else:
