@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from kvtier.planning.costs import CostModel
+from kvtier.planning.makespan import overlap
 from kvtier.planning.makespan.groups import Groups, alike
-from kvtier.planning.makespan.overlap import busy_parts
+from kvtier.planning.makespan.overlap import BusyParts, busy_parts
 from kvtier.planning.policies.adaptive import Adaptive
 from kvtier.planning.policies.shares import FixedShare, room_for
 from kvtier.planning.rates import Rates
@@ -81,6 +83,33 @@ def test_what_is_not_played_again_is_as_it_was(monkeypatch: pytest.MonkeyPatch) 
             patch.setattr("kvtier.planning.makespan.overlap.ALIKE", -1.0)
             whole = busy_parts(*rest)
         assert busy_parts(*rest) == pytest.approx(whole, abs=1e-9)
+
+
+def test_a_step_is_played_again_where_something_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    played, known = list[float](), BusyParts()
+
+    def play(groups: Groups, rates: Rates, linear: float, *rest: Any) -> list[float]:
+        played.append(linear)
+        return busy_parts(groups, rates, linear, *rest)
+
+    monkeypatch.setattr(overlap, "busy_parts", play)
+    layers = [LayerState(i, 2**20, 10, 0, 10 * (1 + i % 2), 1, True) for i in range(8)]
+    groups, links, alone = alike(layers), [0.0, 3.0], [2.0, 1.0]
+
+    def parts(share: float, linear: float, on_link: list[float] = links, of: Groups = groups) -> list[float]:
+        return known.of(share, of, Rates(shared=0.5), linear, on_link, alone, [0.0, 0.0])
+
+    first = parts(0.5, 8.0)
+    assert parts(0.5, 8.0) == parts(0.5, 8.03) == first
+    assert played == [8.0]
+    parts(0.5, 8.06)  # a little again, and too much in all
+    assert played.pop() == 8.06
+    parts(0.25, 8.06)
+    assert played.pop() == 8.06, "another share"
+    parts(0.5, 8.06, [0.01, 3.0])
+    assert played.pop() == 8.06, "what was nothing"
+    parts(0.5, 8.06, [0.01, 3.0], alike(layers))
+    assert played == [8.0, 8.06], "other layers, for all that is known"
 
 
 def test_layers_of_the_model_that_are_none_of_these_take_their_time() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvtier.planning.costs import CostModel, Decision, Prediction
-from kvtier.planning.makespan.groups import alike
 from kvtier.planning.policies.learner import CHOICES, ShareLearner
 from kvtier.planning.policies.shares import FixedShare
 from kvtier.planning.policy import WRITE_THROUGH, Policy
@@ -114,11 +113,11 @@ class Adaptive(FixedShare):
         known.planned_layers = layers
         if known.plan is None or not same:
             known.planned_for = key
-            known.plan, known.groups = self.plan_of(state, share), alike(state.layers)
+            known.plan = self.plan_of(state, share)
             known.reserve = known.plan.reserve
             known.expected = None
         if known.expected is None:
-            known.expected = known.model.step(known.groups, share, 0, known.part, known.reserve)
+            known.expected = known.model.step(known.group(layers), share, 0, known.part, known.reserve)
         known.prediction = known.expected
         return known.plan
 

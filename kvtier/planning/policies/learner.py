@@ -88,7 +88,8 @@ class ShareLearner:
         step: number of the step under way.
         told: steps that nothing was learned from yet.
         prediction: of the step under way; None: it is not planned.
-        plan: of these `layers`, for `planned_for` and `planned_layers`; `groups` and `reserve` are of it.
+        plan: of these `layers`, for `planned_for` and `planned_layers`; `reserve` is of it.
+        groups: of `grouped`, the layers that were grouped last.
         expected: what `plan` is predicted to take, while nothing is learned.
         part: of the model's layers that the device has.
         decisions: the latest changes of the choice.
@@ -120,6 +121,7 @@ class ShareLearner:
     layers: list[LayerState] | None = None
     layers_spilled: int = 0
     groups: Groups = field(default_factory=lambda: alike([]))
+    grouped: list[LayerState] = field(default_factory=list)
     probe_from: int | None = None
     probe_until: int = 0
     probe_limit: float = 0.0
@@ -209,6 +211,13 @@ class ShareLearner:
 
     # Choosing
 
+    def group(self, layers: list[LayerState]) -> Groups:
+        """The layers that are alike: the same object, as long as these are what they were."""
+        if self.grouped is not layers and self.grouped != layers:
+            self.groups = alike(layers)
+        self.grouped = layers
+        return self.groups
+
     def is_due(self, spilled: int) -> bool:
         """Whether to look at the choice in this step, in which so many blocks are spilled."""
         if self.probe_from is not None:
@@ -227,7 +236,7 @@ class ShareLearner:
             number: of the step, as decisions have it: of all kinds.
         """
         self.looked = self.step
-        groups = alike(state.layers)
+        groups = self.group(state.layers)
         self.part = len(state.layers) / max(state.model_layers, len(state.layers))
         self.spilled = spilled
         predict = functools.cache(functools.partial(self._predict, groups))
