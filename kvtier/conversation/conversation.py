@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import sys
 import threading
 import time
@@ -256,7 +257,8 @@ class Conversation:
         with self.store.in_use():  # until it is saved
             made = Conversation(self.store, name, self.salt)
             ids, messages, ends = self._said()
-            vars(made).update(ids=list(ids), messages=list(messages), ends=ends)
+            # Messages of its own, too: whoever changes one changes nothing in the other conversation.
+            vars(made).update(ids=list(ids), messages=copy.deepcopy(messages), ends=ends)
             # With its history: whoever finds it, and an interrupt, has all or nothing of it.
             self.store.conversations.add(made)
             self.store.conversations.changed(made)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import reprlib
 import threading
 from collections.abc import Mapping, Sequence
@@ -123,7 +124,7 @@ def memory_of(
 
 
 def message_of(message: object) -> dict[str, Any]:
-    """A message of a chat: of a string, the user's.
+    """A message of a chat: of a string, the user's; of a message, a copy, which nobody changes from outside.
 
     Raises:
         ConfigError: neither a string nor a message.
@@ -132,7 +133,7 @@ def message_of(message: object) -> dict[str, Any]:
         return {"role": "user", "content": message}
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise ConfigError(f"message={reprlib.repr(message)}: give a string, or a mapping with a role, as of a tool.")
-    return dict(message)
+    return copy.deepcopy(dict(message))
 
 
 def role_of(message: object) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import os
@@ -9,6 +10,7 @@ import pty
 import re
 import select
 import signal
+import sqlite3
 import sys
 import time
 from pathlib import Path
@@ -23,6 +25,7 @@ from kvtier import ConversationStore
 from kvtier.cli.chat import command, screen
 from kvtier.cli.chat.screen import Answer, Stop
 from kvtier.cli.main import main
+from kvtier.conversation.disk.files.folder import MANIFEST
 from kvtier.conversation.disk.tools.contents import contents
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -344,6 +347,22 @@ def test_what_a_rewound_conversation_still_says_is_not_removed(talk: Talk, tmp_p
     assert main(["store", "gc", str(tmp_path)]) == 0
     ((_, loaded, computed),) = talk("--store", str(tmp_path), "--max-new-tokens", "2", lines="c = 3\n")
     assert loaded > computed
+
+
+def test_leaving_a_damaged_conversation_removes_nothing_of_what_is_kept_aside(talk: Talk, tmp_path: Path) -> None:
+    talk("--store", str(tmp_path), "--max-new-tokens", "2", lines="a = 1\n")
+    with contextlib.closing(sqlite3.connect(tmp_path / MANIFEST)) as db, db:
+        assert db.execute("UPDATE conversations SET state = replace(state, 'used', 'uxed')").rowcount == 1
+    talk("--store", str(tmp_path), lines="/open other\n")
+    assert "conversation 'chat' is damaged: nothing of it is left" in talk.err, "it looks as if it were new"
+    assert ["kept aside" in x.why for x in contents(tmp_path).damage] == [True]
+
+
+def test_a_conversation_in_which_nothing_was_said_needs_no_name_where_a_fork_goes_on(
+    talk: Talk, tmp_path: Path
+) -> None:
+    talk("--store", str(tmp_path), lines="/fork a\n/fork b\n")
+    assert not contents(tmp_path).conversations
 
 
 def test_an_answer_cannot_move_the_cursor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,7 @@ from transformers import GenerationConfig, ProcessorMixin, StoppingCriteria, Sto
 from kvtier import ConcurrentUseError, ConfigError
 from kvtier.conversation import conversation
 from kvtier.conversation.conversation import Conversation
+from kvtier.conversation.given import text_of
 
 
 class Within(StoppingCriteria):
@@ -372,6 +373,21 @@ def test_what_a_call_has_computed_while_a_store_closes_is_saved(
     with store_of(model, directory=tmp_path) as store:
         store.generate(**ones(ids), **GREEDY)
         assert store.reuse[0].loaded == 39
+
+
+def test_whoever_changes_a_message_changes_one_conversation_and_no_turn_that_was_said() -> None:
+    class Parts(Tokenizer):
+        def apply_chat_template(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
+            return super().apply_chat_template([{"content": text_of(x)} for x in messages], **options)
+
+    with store_of(tiny_model("llama")) as store:
+        chat, message = store.open("a"), {"role": "user", "content": [{"type": "text", "text": "Who"}]}
+        chat.send(message, tokenizer=Parts(), **GREEDY)
+        fork = chat.fork("b")
+        fork.messages[0]["content"][0]["text"] = "Why"
+        message["content"].append({"type": "text", "text": " else"})  # type: ignore[attr-defined]
+        chat.send(message, tokenizer=Parts(), **GREEDY)
+        assert [text_of(x) for x in chat.messages[::2]] == ["Who", "Who else"]
 
 
 def test_an_answer_that_cannot_be_decoded_leaves_the_conversation_as_it_was() -> None:

@@ -186,6 +186,7 @@ class ChatLoop(Loop):
         self.system = system
         self.options = options
         self._problem = ""
+        self._made = set[str]()  # names that were free
         self.chat = self._opened(name)
 
     @property
@@ -199,8 +200,9 @@ class ChatLoop(Loop):
         return self.chat.messages
 
     def leave(self) -> None:
-        """Leave the conversation. One in which nothing was said needs no name."""
-        if not self.chat.messages and not self.chat.ids:
+        """Leave the conversation. One that was made here and in which nothing was said needs no name; of another one
+        that says nothing, what is damaged may be kept aside under its name."""
+        if self.chat.name in self._made and not self.chat.messages and not self.chat.ids:
             self.chat.close()
 
     @property
@@ -242,6 +244,10 @@ class ChatLoop(Loop):
         assert reuse is not None
         why = [reuse.why] if reuse.why and begun else []
         say(answer.status(reuse, " · ".join([*why, *(["stopped"] if stop.asked else [])])))
+        self._tell_problem()
+
+    def _tell_problem(self) -> None:
+        """Say what went wrong last, once."""
         problem = self.store.stats.problem
         if problem and problem != self._problem:
             say(f"kvtier: {plain(problem)}")
@@ -260,8 +266,11 @@ class ChatLoop(Loop):
         if not name:
             say("/fork takes a name.")
             return
-        self.chat = self.chat.fork(name)
-        say(self._about(self.chat))
+        chat = self.chat.fork(name)
+        self.leave()
+        self.chat = chat
+        self._made.add(name)
+        say(self._about(chat))
 
     def _open(self, name: str) -> None:
         if not name:
@@ -281,8 +290,11 @@ class ChatLoop(Loop):
                 f"Conversation {plain(name)!r} has begun without this system prompt: leave --system away, or give "
                 "another --name."
             )
+        if not known:
+            self._made.add(name)
         if known or sys.stdin.isatty():
             say(self._about(chat))
+        self._tell_problem()  # what is damaged of it is not there
         return chat
 
     def _list(self, _: str) -> None:
