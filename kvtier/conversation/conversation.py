@@ -218,6 +218,8 @@ class Conversation:
         if not prompt:
             raise ConfigError("The prompt has no tokens: the message is empty, and the tokenizer adds none to it.")
         ids = torch.tensor([prompt], device=of.device_of(self.store.model))
+        if of.reads_text(self.store.model, kwargs):
+            kwargs = kwargs | {"tokenizer": tokenizer}
         with self.store.in_use():  # until what was said is saved
             out, said = self._generate(ids, dict(attention_mask=torch.ones_like(ids), **kwargs))
             rows = out if isinstance(out, torch.Tensor) else out.sequences

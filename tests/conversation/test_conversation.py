@@ -13,12 +13,21 @@ import pytest
 import torch
 from families import tiny_model
 from test_store import GREEDY, Tokenizer, fresh, ones, some_ids, store_of
-from transformers import GenerationConfig, ProcessorMixin, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    ProcessorMixin,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from kvtier import ConcurrentUseError, ConfigError
 from kvtier.conversation import conversation
 from kvtier.conversation.conversation import Conversation
 from kvtier.conversation.given import text_of
+
+PYLM = Path(__file__).resolve().parents[2] / "examples" / "pylm"
 
 
 class Within(StoppingCriteria):
@@ -373,6 +382,24 @@ def test_what_a_call_has_computed_while_a_store_closes_is_saved(
     with store_of(model, directory=tmp_path) as store:
         store.generate(**ones(ids), **GREEDY)
         assert store.reuse[0].loaded == 39
+
+
+@pytest.mark.parametrize("of_the_model", [False, True])
+def test_an_answer_ends_at_a_string_that_a_call_or_the_model_asks_for(of_the_model: bool) -> None:
+    """For which `generate` wants the tokenizer, that `send` has."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(PYLM).eval(), AutoTokenizer.from_pretrained(PYLM)
+    asked: dict[str, Any] = {**GREEDY, "max_new_tokens": 12}
+    with store_of(model) as store:
+        whole = store.open("a").send("def first(items):\n", tokenizer=tokenizer, **asked)
+        stop = whole[len(whole) // 2 :][:2]
+        if of_the_model:
+            model.generation_config.stop_strings = [stop]
+        else:
+            asked["stop_strings"] = [stop]
+        answer = store.open("b").send("def first(items):\n", tokenizer=tokenizer, **asked)
+        assert whole.startswith(answer)
+        assert stop in answer
+        assert len(answer) < len(whole)
 
 
 def test_whoever_changes_a_message_changes_one_conversation_and_no_turn_that_was_said() -> None:

@@ -76,6 +76,12 @@ def assisted(model: Any, arguments: dict[str, Any]) -> bool:
     return bool(setting("use_mtp", model, arguments)) or any(setting(x, model, arguments) is not None for x in names)
 
 
+def reads_text(model: Any, arguments: dict[str, Any]) -> bool:
+    """Whether `generate` is to be given the tokenizer: for strings at which it ends, or an assistant that has another
+    one."""
+    return bool(setting("stop_strings", model, arguments)) or arguments.get("assistant_tokenizer") is not None
+
+
 def generates_as_usual(model: Any) -> bool:
     """Whether a model's `generate` is that of Transformers, and no other."""
     return type(model).generate is GenerationMixin.generate
