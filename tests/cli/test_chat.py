@@ -27,6 +27,7 @@ from kvtier.cli.chat.screen import Answer, Stop
 from kvtier.cli.main import main
 from kvtier.conversation.disk.files.folder import MANIFEST
 from kvtier.conversation.disk.tools.contents import contents
+from kvtier.hf.models.checkpoint import loading
 
 ROOT = Path(__file__).resolve().parents[2]
 PYLM = str(ROOT / "examples" / "pylm")
@@ -137,6 +138,20 @@ def test_a_system_prompt_begins_new_conversations_and_no_others(talk: Talk, tmp_
     talk(*few[:-1], "import re\n", lines="z\n")
     assert talk.status == 2
     assert "has begun without this system prompt" in talk.err
+
+
+def test_a_model_that_asks_for_beams_answers_with_one(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With several there is nothing to show until the end: `generate` refuses a streamer."""
+    own, loaded = loading.model_of, list[Any]()
+
+    def model_of(*args: Any) -> Any:
+        loaded.append(own(*args))
+        loaded[0].generation_config.num_beams = 3
+        return loaded[0]
+
+    monkeypatch.setattr(loading, "model_of", model_of)
+    assert len(talk("--max-new-tokens", "3", lines="a = 1\n")) == 1
+    assert (talk.status, len(loaded)) == (0, 1)
 
 
 @pytest.mark.parametrize("no_store", [[], ["--no-store"]])

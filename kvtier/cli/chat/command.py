@@ -145,7 +145,8 @@ def generate_options(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ConfigError: a temperature, a share or a seed that is none.
     """
-    found: dict[str, Any] = {"max_new_tokens": args.max_new_tokens}
+    # One beam, whatever the model's own config asks for: an answer is shown as it comes.
+    found: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "num_beams": 1}
     if args.temperature is not None:
         if not 0 <= args.temperature < float("inf"):
             raise ConfigError(f"--temperature {args.temperature}: give 0 or more, such as 0.7.")
