@@ -111,6 +111,19 @@ def test_the_rows_of_a_padded_batch_continue_what_each_has() -> None:
         assert store.reuse[0].computed == 1, "without its padding it is what it was"
 
 
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_next"])
+def test_of_states_nothing_is_read_for_padded_rows_and_that_is_said(name: str, tmp_path: Path) -> None:
+    model, ids = tiny_model(name), some_ids(30, rows=2)
+    with store_of(model, directory=tmp_path) as store:
+        store.generate(**ones(ids[1:]), **GREEDY)
+    inputs = ones(ids)
+    inputs["attention_mask"][0, :7] = 0
+    with store_of(model, directory=tmp_path) as store:
+        assert torch.equal(store.generate(**inputs, **GREEDY), fresh(model, inputs))
+        assert [row.why for row in store.reuse] == ["the padding is part of the states that layers keep"] * 2
+        assert store.stats.sequences == 0, "what is of no use was read from the disk"
+
+
 def test_beams_and_several_sequences_continue_one_prompt_that_is_there_once() -> None:
     model = tiny_model("llama")
     with store_of(model) as store:

@@ -30,9 +30,8 @@ class Columns:
         return (columns, entries) if columns > max(call.pads) else (0, [])
 
     def with_states(self, call: Call) -> tuple[int, list[Entry]]:
-        """As `of`, where layers keep states: all rows continue at one position, of which each has a copy."""
-        if any(call.pads):
-            return 0, []
+        """As `of`, where layers keep states: all rows, which have no padding, continue at one position, of which each
+        has a copy."""
         common_to: dict[int, list[Entry]] | None = None
         for row in call.rows:
             mine: dict[int, Entry] = {}

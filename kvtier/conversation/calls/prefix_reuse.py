@@ -31,6 +31,7 @@ _TRIES = 3
 _NOT_KEPT = (KVTierError, MemoryError, RuntimeError)
 _NO_ROOM = "no room for what is kept and the rest of the call"
 _IN_ITSELF = "the model keeps states in itself"
+_PADDED = "the padding is part of the states that layers keep"
 _SHARDED = "the weights are sharded: every process has to compute the same number of forwards"
 
 
@@ -151,7 +152,7 @@ class PrefixReuse:
         run.cached = 0 if whole else self._begin(run)
         reuse = call.reuse(run.cached)
         try:
-            if run.stateful and not any(call.pads) and not whole:
+            if run.stateful and not whole:
                 if self._states().in_cache:
                     run.prefilled = True
                     states = self._prefill(cache, call, run.cached)
@@ -214,6 +215,8 @@ class PrefixReuse:
             return _IN_ITSELF
         if run.stateful and of.waits_for_others(self._model):
             return _SHARDED
+        if run.stateful and any(run.call.pads):
+            return _PADDED  # also what is on the disk is of no use
         return ""
 
     def _begin(self, run: _Run) -> int:
