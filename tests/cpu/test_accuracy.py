@@ -408,6 +408,16 @@ def test_any_scale_is_meant(isa: str, scale: float, length: int) -> None:
     assert not bound(case, 0, exact, result.out[0], result.lse[0])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_highest_score_has_its_weight_however_high_it_is(isa: str, dtype: torch.dtype) -> None:
+    # From about 1e9 on, half a step of a score in fp32 is more than `exp` has room for.
+    found = []
+    for sharpness, group in ((1e7, 1), (1.4e9, 3), (1e12, 1), (1e12, 160)):
+        case, exact = solved(Spec(dtype, 1, group, lengths=(100,), sharpness=sharpness))
+        found += broken(case, exact, attend(case))
+    assert not found, "\n".join(found)
+
+
 @pytest.mark.parametrize("kind", [torch.bool, *DTYPES], ids=str)
 def test_any_layout_of_a_mask_and_of_queries_is_meant(isa: str, kind: torch.dtype) -> None:
     case, exact = solved(Spec(group=2, queries=3, lengths=(50, 70), mask=kind, seed=2))

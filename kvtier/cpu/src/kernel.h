@@ -15,6 +15,9 @@ namespace KVTIER_ISA {
 constexpr int MOST_ROWS = ROWS_AT_ONCE;    // whose scores and weights are kept at once, where heads can be fewer
 constexpr int MOST_HEADS = MOST_ROWS / 4;  // that have so many rows
 constexpr int KEY_STEP = 32;       // tokens whose scores with all rows are computed before the next ones
+// Compilers fuse the scaling of a score with the subtraction of the highest one, which was rounded when it was scaled. Up
+// to here that rounding is at most 1/2; where it is more, the highest score's own weight may be 0 or infinite.
+constexpr float FUSED = 1 << 24;
 constexpr int DISTANCE = 8 << 10;  // bytes that are prefetched ahead: more than memory's rate times its latency
 
 // Neighbouring tokens of one block.
@@ -310,16 +313,20 @@ class Attention {
     V top = set1(NEVER);
     for (int i = 0; i < padded; i += W) top = max(top, load(s + i));
     // Scaled below, together with the weights: a positive scale does not change which score is the highest.
-    const V scale = set1(adjusted_ ? 1.0f : p_.scale);
-    top = mul(top, scale);
+    V factor = set1(adjusted_ ? 1.0f : p_.scale);
+    top = mul(top, factor);
     const size_t at = static_cast<size_t>(g) * rows_ + row;
     const float before = out_.highest[at], now = std::max(before, highest(top));
     typename M::Weight* weights = weights_ + slot * ROW;
     V total = zero();
+    if (!adjusted_ && std::fabs(now) > FUSED) {
+      scale(columns, s);
+      factor = set1(1.0f);
+    }
     // Where nothing is seen yet all weights are 0, but a NaN score must show.
     const V m = set1(now == NEVER ? 0.0f : now);
     for (int i = 0; i < padded; i += W) {
-      const V w = exp(sub(mul(load(s + i), scale), m));
+      const V w = exp(sub(mul(load(s + i), factor), m));
       M::weights(weights + i, w);
       total = add(total, w);
     }
