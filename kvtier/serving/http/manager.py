@@ -8,6 +8,7 @@ import contextlib
 import contextvars
 import functools
 import itertools
+import logging
 import math
 import threading
 import time
@@ -33,12 +34,15 @@ from kvtier.serving.http.sessions import Sessions
 from kvtier.serving.request import RequestOutput
 from kvtier.stats import CacheStats
 
+_LOG = logging.getLogger("kvtier.serving")
 T = TypeVar("T")
 
 #: Seconds that a client with a full queue is asked to wait, at the most.
 _LONGEST_RETRY = 30
 #: Seconds that metrics wait for the memory.
 _LONGEST_LOOK = 0.5
+#: Seconds between two looks at what a store could not save.
+_LOOKS = 10.0
 
 
 @dataclass(frozen=True)
@@ -115,6 +119,7 @@ class EngineManager(BaseGenerateManager):
         # Used by the thread that adds.
         self._sessions = None if store is None else Sessions(store, limits.ttl, limits.sessions)
         self._now = time.monotonic
+        self._problem = ""
         self._stats = engine.memory.stats, None if store is None else store.stats
 
     # Requests
@@ -361,6 +366,20 @@ class EngineManager(BaseGenerateManager):
         while True:
             await asyncio.sleep(min(60.0, max(0.1, self.limits.ttl / 4)))
             await asyncio.get_running_loop().run_in_executor(self._adder, self._sessions.forget_unused)
+
+    async def tell_problems_forever(self) -> None:
+        """Say what the store could not save or read, from time to time: no answer shows it."""
+        while self._store is not None:
+            await asyncio.sleep(_LOOKS)
+            await self.look(self.tell_problem)
+
+    def tell_problem(self) -> None:
+        """Write into the log what the store could not save or read last, once."""
+        _, kept = self._seen()
+        if kept is not None and kept.problem != self._problem:
+            self._problem = kept.problem
+            if kept.problem:
+                _LOG.warning("The store: %s", kept.problem)
 
     def text_of_metrics(self) -> str:
         """In Prometheus' format."""

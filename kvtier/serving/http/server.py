@@ -113,9 +113,13 @@ class Server:
 
     @contextlib.asynccontextmanager
     async def _life(self, _: Any) -> AsyncIterator[None]:
-        forgetting = asyncio.ensure_future(self.manager.forget_sessions_forever())
+        manager = self.manager
+        forever = [
+            asyncio.ensure_future(x) for x in (manager.forget_sessions_forever(), manager.tell_problems_forever())
+        ]
         yield
-        forgetting.cancel()
+        for each in forever:
+            each.cancel()
 
     def run(self, listening: socket.socket, ready: Callable[[], None] = lambda: None) -> None:
         """Serve until SIGTERM or SIGINT, or `stop`. Then requests may finish for as long as `drain` says; those that

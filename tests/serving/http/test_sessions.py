@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -13,6 +14,7 @@ from servers import NAME, Running, Start
 from test_server_faults import PROMPT, held, until
 
 from kvtier import ConfigError, MismatchError
+from kvtier.serving.http import manager
 
 
 def ask(running: Running, session: str | None, prompt: str = PROMPT, **options: Any) -> str:
@@ -95,3 +97,23 @@ def test_only_what_a_disk_raises_lets_a_client_try_again(
         assert (refused.value.status_code, refused.value.code) == (500, "generation_failed")
         assert "somebody" in caplog.text
         assert ask(running, "alice")
+
+
+def test_what_the_store_cannot_save_is_in_the_log_once(
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    def said() -> list[str]:
+        return [x.message for x in caplog.records if x.levelname == "WARNING" and x.name == "kvtier.serving"]
+
+    monkeypatch.setattr(manager, "_LOOKS", 0.01)
+    with start(directory=str(tmp_path / "sessions")) as running:
+        looks = running.server.manager
+        told: list[str] = []
+        disk = looks._store.disk_tier.disk
+        for problem in ("No space left on device: a sequence was not saved", "the disk is too slow"):
+            disk.problem = problem
+            told.append(f"The store: {problem}")
+            assert until(lambda: len(said()) == len(told), 30.0)
+            for _ in range(3):
+                looks._lookers.submit(looks.tell_problem).result(120)
+            assert said() == told
