@@ -28,7 +28,9 @@ def _sentence(
 ) -> str:
     """A warning of kvtier's as its errors are: a user of a command has no line of code to change."""
     if filename.startswith(os.path.dirname(os.path.abspath(__file__)) + os.sep):
-        return f"kvtier: {message}\n"
+        from kvtier.cli.arguments import with_flags
+
+        return f"kvtier: {with_flags(str(message))}\n"
     return str(_OTHERS(message, category, filename, lineno, line))
 
 

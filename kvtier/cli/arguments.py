@@ -1,9 +1,13 @@
-"""What arguments of several commands are read by."""
+"""What arguments of several commands are read by, and how messages name them."""
 
 from __future__ import annotations
 
 import argparse
 import re
+
+#: What a message names as Python does: budgets, but not within a path; and a way that a command line has not.
+_BUDGETS = re.compile(r"(?<![\w/.-])(device|host|disk)_budget(?![\w/-])")
+_BY_CALL = re.compile(r", as an option or by `[\w.]+`")
 
 
 def tokens(text: str) -> int:
@@ -19,3 +23,8 @@ def positive(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
     return int(text)
+
+
+def with_flags(text: str) -> str:
+    """A message of kvtier's that names budgets as a command line does: `--host-budget` for `host_budget`."""
+    return _BUDGETS.sub(r"--\1-budget", _BY_CALL.sub("", text))

@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
             from kvtier.hf.models.checkpoint.loading import model_of, quiet
 
             with quiet():
-                read_config(args.model)  # its errors say what is not there
+                read_config(args.model, loaded=True)  # its errors say what is not there
                 model = model_of(args.model, args.dtype, args.device)
         found = calibrate(model, device=args.device, block_size=args.block_size)
     except KeyboardInterrupt:

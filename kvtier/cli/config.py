@@ -16,17 +16,24 @@ POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_seque
 #: What says how many layers there are, and the most that a model is taken to have.
 LAYERS, MOST_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers"), 10_000
 
+#: What is asked for where a model is loaded, and where its config is enough.
+_MODEL = "give a folder of a model, or a name on the hub"
+_CONFIG = "give a config.json, a folder that holds one, or a name on the hub"
 
-def read_config(name: str) -> Mapping[str, Any]:
+
+def read_config(name: str, *, loaded: bool = False) -> Mapping[str, Any]:
     """The config of a model, from a file, a folder, or the hub, with the defaults of its model type.
+
+    Args:
+        loaded: whether the model is loaded by this name, too: it is not that of a file.
 
     Raises:
         ConfigError: there is none, or it is no config.
     """
-    return completed_config(raw_config(name))[0]
+    return completed_config(raw_config(name, loaded=loaded))[0]
 
 
-def raw_config(name: str) -> Mapping[str, Any]:
+def raw_config(name: str, *, loaded: bool = False) -> Mapping[str, Any]:
     """The config as it is written, which a model type's defaults are not part of."""
     from kvtier.hf.models.checkpoint.config import config_by_name
 
@@ -35,6 +42,8 @@ def raw_config(name: str) -> Mapping[str, Any]:
         path = path.expanduser()
     except RuntimeError as error:
         raise ConfigError(f"There is no {name}: {error}") from error
+    if loaded and path.is_file():
+        raise ConfigError(f"{name} is a file: {_MODEL}.")
     folder = path.is_dir()
     if folder:
         path /= "config.json"
@@ -47,9 +56,9 @@ def raw_config(name: str) -> Mapping[str, Any]:
             raise ConfigError(f"{path} holds no config.")
         return _checked(found)
     if folder:
-        raise ConfigError(f"There is no config.json in {name}: give a folder of a model, or a name on the hub.")
+        raise ConfigError(f"There is no config.json in {name}: {_MODEL}.")
     if name.endswith(".json") or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ConfigError(f"There is no {name}: give a config.json, a folder that holds one, or a name on the hub.")
+        raise ConfigError(f"There is no {name}: {_MODEL if loaded else _CONFIG}.")
     return _checked(config_by_name(name))
 
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from kvtier.cli import bench, calibrate, env, replay, serve, store
+from kvtier.cli.arguments import with_flags
 from kvtier.cli.chat import command as chat
 from kvtier.cli.plan import command as plan
 from kvtier.errors import KVTierError
@@ -49,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 2
         return 141
     except (KVTierError, OSError) as error:
-        print(f"kvtier: {store.plain(str(error), lines=True)}", file=sys.stderr)
+        print(f"kvtier: {store.plain(with_flags(str(error)), lines=True)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("kvtier: interrupted", file=sys.stderr)

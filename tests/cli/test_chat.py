@@ -291,7 +291,8 @@ def test_a_pipe_sees_by_the_status_that_a_line_was_not_answered(talk: Talk, tmp_
     small = ("--no-store", "--max-new-tokens", "2", "--host-budget", "10KiB")
     talk(*small, lines="def first(items):\n")
     assert talk.status == 2
-    assert "or more, as an option" in talk.err
+    assert "kvtier: --host-budget is 10240 bytes" in talk.err
+    assert "Give --host-budget=1048576 or more.\n" in talk.err, "as it can be typed"
     talk("--store", str(tmp_path), "--max-new-tokens", "2", lines="x\n/fork chat\ny\n")
     assert talk.status == 2
     assert len(history(tmp_path)) == 4, "the lines behind it are answered"

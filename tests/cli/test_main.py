@@ -13,6 +13,7 @@ import pytest
 
 import kvtier
 import kvtier.__main__
+from kvtier.cli.arguments import with_flags
 from kvtier.cli.main import main
 
 
@@ -56,6 +57,31 @@ def test_a_warning_of_kvtiers_is_a_sentence_and_one_of_others_says_where_it_is()
     others = (RuntimeWarning("old"), RuntimeWarning, "/elsewhere/torch.py", 7)
     assert kvtier.__main__._sentence(*others) == warnings.formatwarning(*others)
     assert "torch.py:7: RuntimeWarning: old" in kvtier.__main__._sentence(*others)
+
+
+def test_messages_name_budgets_as_they_are_typed() -> None:
+    for said, typed in (
+        ("Give host_budget=64 or more, as an option or by `memory.resize`.", "Give --host-budget=64 or more."),
+        ("disk_budget is given. (device_budget is small)", "--disk-budget is given. (--device-budget is small)"),
+        ("/tmp/host_budget/chats: no such file", "/tmp/host_budget/chats: no such file"),
+        ("kvtier:host_budget_bytes, state_budget", "kvtier:host_budget_bytes, state_budget"),
+    ):
+        assert with_flags(said) == typed
+    inside = str(Path(kvtier.__file__).with_name("__main__.py"))
+    said = kvtier.__main__._sentence(RuntimeWarning("host_budget is 9 bytes, but"), RuntimeWarning, inside, 1)
+    assert said == "kvtier: --host-budget is 9 bytes, but\n"
+
+
+@pytest.mark.parametrize("command", ["chat", "serve", "calibrate"])
+def test_a_model_that_is_loaded_is_a_folder(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVTIER_PROFILE", str(tmp_path / "profiles"))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    for name, wrong in (("none", "There is no {}: give a folder"), ("config.json", "{} is a file: give a folder")):
+        file = str(tmp_path / name)
+        assert main([command, file]) == 2
+        assert capsys.readouterr().err == f"kvtier: {wrong.format(file)} of a model, or a name on the hub.\n"
 
 
 def test_a_command_says_its_warnings_in_sentences(monkeypatch: pytest.MonkeyPatch) -> None:

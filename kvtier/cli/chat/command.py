@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
     from kvtier.hf.models.checkpoint.loading import model_of, quiet, tokenizer_of
 
     with quiet():
-        read_config(args.model)  # its errors say what is not there
+        read_config(args.model, loaded=True)  # its errors say what is not there
         tokenizer = tokenizer_of(args.model)
         if args.store is not None:
             Folder(args.store).close()  # said before weights are read, which takes minutes

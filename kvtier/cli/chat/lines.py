@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from kvtier.cli.arguments import with_flags
 from kvtier.cli.chat.screen import say
 from kvtier.cli.store import messages_of, plain
 from kvtier.errors import KVTierError
@@ -81,7 +82,7 @@ class Loop:
             say("\ninterrupted: the conversation is as it was")
         except KVTierError as error:
             self.failed += 1
-            say(f"kvtier: {plain(str(error), lines=True)}")
+            say(f"kvtier: {plain(with_flags(str(error)), lines=True)}")
         except BrokenPipeError:  # nobody reads the answers, as after `| head`: no other line needs one
             raise
         except Exception as error:  # of the model, the template, the device: others may work, and nothing is lost
