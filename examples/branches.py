@@ -19,8 +19,11 @@ def main() -> None:
     parser.add_argument("--model", default=str(Path(__file__).parent / "pylm"), help="default: the example model")
     args = parser.parse_args()
 
-    model = AutoModelForCausalLM.from_pretrained(args.model).eval()
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(args.model).eval()
+        tokenizer = AutoTokenizer.from_pretrained(args.model)
+    except (OSError, ValueError) as error:
+        parser.error(f"--model {args.model} cannot be loaded: {error}")
     options = {"tokenizer": tokenizer, "max_new_tokens": 12, "do_sample": True}
     set_seed(0)
     with kvtier.ConversationStore(model, host_budget="1GiB") as store:

@@ -7,6 +7,7 @@ The model is the small trained one of this folder, a Python autocomplete; its to
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ SYSTEM = '"""Functions for lists."""\n\n\n' + "def first(items):\n    return ite
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     model = AutoModelForCausalLM.from_pretrained(FOLDER).eval()
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
     with kvtier.ConversationStore(model, host_budget="1GiB") as store:

@@ -21,8 +21,11 @@ def main() -> None:
     parser.add_argument("--model", default=str(Path(__file__).parent / "pylm"), help="default: the example model")
     args = parser.parse_args()
 
-    model = AutoModelForCausalLM.from_pretrained(args.model).eval()
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(args.model).eval()
+        tokenizer = AutoTokenizer.from_pretrained(args.model)
+    except (OSError, ValueError) as error:
+        parser.error(f"--model {args.model} cannot be loaded: {error}")
     names = ("last", "length", "reverse", "unique", "sum", "sort", "head", "tail")
     prompts = [tokenizer(f"{SHARED}def {name}(items):\n")["input_ids"] for name in names]
     with kvtier.Engine(model, tokenizer, host_budget="1GiB") as engine:

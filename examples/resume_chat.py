@@ -21,8 +21,11 @@ def main() -> None:
     parser.add_argument("--say", default="\n\ndef first(items):\n", help="a message")
     args = parser.parse_args()
 
-    model = AutoModelForCausalLM.from_pretrained(args.model).eval()
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(args.model).eval()
+        tokenizer = AutoTokenizer.from_pretrained(args.model)
+    except (OSError, ValueError) as error:
+        parser.error(f"--model {args.model} cannot be loaded: {error}")
     with kvtier.ConversationStore(model, directory=args.store, disk_budget="10GiB") as store:
         chat = store.open("alice")
         print(f"turns so far: {len(chat.messages) // 2}")

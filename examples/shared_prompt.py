@@ -21,8 +21,11 @@ def main() -> None:
     parser.add_argument("--model", default=str(Path(__file__).parent / "pylm"), help="default: the example model")
     args = parser.parse_args()
 
-    model = AutoModelForCausalLM.from_pretrained(args.model).eval()
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(args.model).eval()
+        tokenizer = AutoTokenizer.from_pretrained(args.model)
+    except (OSError, ValueError) as error:
+        parser.error(f"--model {args.model} cannot be loaded: {error}")
     with kvtier.ConversationStore(model, host_budget="1GiB") as store:
         print("conversation  prompt  cached  computed  blocks in memory")
         for name in ("last", "length", "reverse", "unique", "sum", "sort"):

@@ -52,3 +52,17 @@ def test_an_example_is_short_and_takes_a_model(name: str) -> None:
     text = (FOLDER / name).read_text()
     assert text.count("\n") < 60
     assert '"--model"' in text
+
+
+@pytest.mark.parametrize("name", [*NAMES, "many_requests.py", "conversations.py"])
+def test_a_model_that_is_not_there_is_a_sentence(
+    run: Run, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run(name, "--model", str(tmp_path / "none"))
+    assert ended.value.code == 2
+    *_, said = capsys.readouterr().err.splitlines()
+    if name == "conversations.py":
+        assert "unrecognized arguments: --model" in said
+    else:
+        assert said.startswith(f"{Path(sys.argv[0]).name}: error: --model {tmp_path / 'none'} cannot be loaded: ")
