@@ -250,6 +250,7 @@ class ConversationStore:
         holds and that was never gone on with may be forgotten; what was said in one stays, in memory or on the disk.
 
         Args:
+            name: of the conversation, a string that is not empty.
             salt: of its calls; see `generate`.
             new: there must be none.
             pinned, priority, ttl: what is kept of it is worth; see `Conversation`. None: as it is, and at the beginning
@@ -288,6 +289,7 @@ class ConversationStore:
         is none.
 
         Args:
+            name: of the conversation.
             erase: before that, remove, from memory and disk, what is kept of its tokens and what continues them, behind
                 those that another conversation of its salt begins with, and all that an encoder gave under its salt. A
                 file stays that has some of these at its beginning, with all that it holds. All conversations are read,
@@ -349,6 +351,8 @@ class ConversationStore:
         in the way of no call; a call that begins with these tokens ends it, and so does `close`.
 
         Args:
+            ids: token ids that the turn will begin with.
+            salt: of what is kept; see `generate`.
             timeout: seconds after which it ends, whatever has come until then. Without one it ends too where it waits
                 for room, or for copies of others, for half a minute.
 

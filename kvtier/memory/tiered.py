@@ -307,6 +307,8 @@ class TieredMemory:
         """Let an owner take what it claims on a device until its next claim, if the budgets hold all claims together.
 
         Args:
+            owner: whose claim it is, in place of its last one.
+            device: whose budget, and the host's, it is a claim on.
             claim: what it claims, if the tier where blocks begin has so many bytes: what a layer is read through may
                 grow with that.
             take: False: only see whether it could.

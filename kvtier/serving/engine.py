@@ -340,6 +340,7 @@ class Engine:
         """The tokens of a request as they come; call `output` for how it ended. Each token is given once.
 
         Args:
+            request_id: as `add_request` returned it.
             timeout: seconds to wait for a token; what the caller does between two tokens is no part of them.
 
         Raises:
@@ -387,6 +388,7 @@ class Engine:
         """The output of a request when it has ended. What it failed with is its `error`.
 
         Args:
+            request_id: as `add_request` returned it.
             timeout: seconds to wait for its end.
 
         Raises:
