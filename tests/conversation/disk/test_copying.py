@@ -294,6 +294,13 @@ def test_what_cannot_be_copied_to_is_refused_and_left_as_it_is(tmp_path: Path) -
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_what_is_wrong_with_a_manifest_is_told_in_sentences(tmp_path: Path) -> None:
+    (tmp_path / "manifest.sqlite").write_bytes(b"of others" * 500)
+    with pytest.raises(ConfigError, match="is no manifest") as refused:
+        copy_folder(tmp_path, tmp_path.parent / "copy")
+    assert ".." not in str(refused.value)
+
+
 def test_what_was_removed_is_not_in_a_copy(tmp_path: Path) -> None:
     folder, copy = tmp_path / "store", tmp_path / "copy"
     with disk_of(folder) as disk:

@@ -76,8 +76,9 @@ def copy_folder(directory: str | Path, to: str | Path) -> Copied:
             os.rename(made, target)
         sync_names(target.parent)
     except (OSError, ValueError, sqlite3.Error, MemoryError) as error:
+        why = str(error).removesuffix(".")  # of a manifest it is a sentence
         raise ConfigError(
-            f"{source} cannot be copied to {to}: {error}. Give a folder that is not there yet, where there is room."
+            f"{source} cannot be copied to {to}: {why}. Give a folder that is not there yet, where there is room."
         ) from error
     return copied
 
