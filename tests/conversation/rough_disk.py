@@ -171,12 +171,17 @@ class RoughDisk:
 
     def rot(self, file: Path) -> str:
         """Damage a file, or remove it."""
-        how = self.rng.choice(("gone", "cut", "flipped", "flipped", "flipped"))
+        how = self.rng.choice(("gone", "cut", "flipped", "flipped", "written over"))
         size = file.stat().st_size
         if how == "gone" or not size:
             file.unlink()
         elif how == "cut":
             os.truncate(file, self.rng.randrange(size))
+        elif how == "written over":  # values that nobody takes for those that were there
+            some = self.rng.randrange(1, size + 1)
+            with open(file, "r+b") as stream:
+                stream.seek(size - some)
+                stream.write(self.rng.randbytes(some))
         else:
             with open(file, "r+b") as stream:
                 stream.seek(self.rng.randrange(size))

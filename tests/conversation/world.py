@@ -1191,14 +1191,19 @@ class World:
         self.note("flip")
 
     def rot(self) -> None:
-        """A file is damaged."""
+        """A file is damaged, or some are, and perhaps read by another process."""
         assert self.folder is not None
+        if self.rng.random() < 0.5:
+            self.drained()
         files = sorted(self.folder.glob("*.safetensors"))
         if files:
             self.damaged = True
             for each in self.kept:
                 each.saved = False
-            self.note("rot:", self.disk.rot(self.rng.choice(files)))
+            some = self.rng.sample(files, self.rng.choice((1, len(files))))
+            self.note("rot:", [self.disk.rot(file) for file in some])
+            if self.rng.random() < 0.7:
+                self.restart()
 
     def kill(self) -> None:
         """The process may end at any moment from now on, or now."""
