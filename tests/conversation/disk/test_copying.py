@@ -6,10 +6,12 @@ import errno
 import os
 import random
 import shutil
+import sqlite3
 import stat
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -299,6 +301,28 @@ def test_what_is_wrong_with_a_manifest_is_told_in_sentences(tmp_path: Path) -> N
     with pytest.raises(ConfigError, match="is no manifest") as refused:
         copy_folder(tmp_path, tmp_path.parent / "copy")
     assert ".." not in str(refused.value)
+
+
+@pytest.mark.parametrize("log", [b"", b"changes"])
+def test_a_folder_on_a_disk_that_nobody_can_write_to_is_read_as_it_is(
+    log: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SQLite locks even what it only reads, which is a write."""
+    three(tmp_path)
+    whole, names, connect = contents(tmp_path), list[str](), sqlite3.connect
+
+    def connected(name: str, **options: Any) -> sqlite3.Connection:
+        names.append(name)
+        return connect(name, **options)
+
+    monkeypatch.setattr(sqlite3, "connect", connected)
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_RDONLY))
+    (tmp_path / "manifest.sqlite-wal").write_bytes(log)
+    found = contents(tmp_path)
+    assert found.rows == whole.rows
+    assert found.conversations == whole.conversations
+    # Changes that are only in the log would be passed over.
+    assert ["immutable=1" in name for name in names] == [not log]
 
 
 def test_what_was_removed_is_not_in_a_copy(tmp_path: Path) -> None:

@@ -111,7 +111,9 @@ class Manifest:
         self._read_only = read_only
         self._owner = os.getpid()
         try:
-            name = f"{file.absolute().as_uri()}?mode=ro" if read_only else file
+            # On a disk that nobody can write to, as of a backup, SQLite could not make the files of its log.
+            frozen = "&immutable=1" if read_only and _is_frozen(file) else ""
+            name = f"{file.absolute().as_uri()}?mode=ro{frozen}" if read_only else file
             self.db = sqlite3.connect(name, timeout=_WAIT, isolation_level=None, check_same_thread=False, uri=read_only)
         except sqlite3.Error as error:
             raise self._refused(error) from error
@@ -382,3 +384,12 @@ class Manifest:
         """As of `Inherited`. A connection that is the parent's must not be closed here, not even when this process
         ends: SQLite takes a log that is of no use to it for one that is of no use to anybody, and removes it."""
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.db))  # so that nothing ever frees it
+
+
+def _is_frozen(file: Path) -> bool:
+    """Whether nobody can write to a database, and it has no log with changes that are not in it yet."""
+    log = file.with_name(f"{file.name}-wal")
+    try:
+        return bool(os.statvfs(file).f_flag & os.ST_RDONLY) and not (log.exists() and log.stat().st_size)
+    except OSError:
+        return False  # SQLite says what is wrong
