@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from kvtier.planning.fit import line_of
 from kvtier.planning.makespan.groups import Groups, height_after, raised_to
 from kvtier.planning.makespan.linear import OF_EACH, LinearPart
-from kvtier.planning.makespan.overlap import AT_A_TIME, BusyParts, is_uneven
+from kvtier.planning.makespan.overlap import AT_A_TIME, BusyParts, LayerSeconds, is_uneven
 from kvtier.planning.rates import FASTEST, WINDOW, Median, Rates
 from kvtier.planning.step import StepRecord
 
@@ -222,7 +222,9 @@ class CostModel:
             reads.append(attended)
         alone_of = [x / rates.host for x in lefts]
         uneven = known is not None and link > 0 and is_uneven(links)
-        parts = self._busy_parts.of(share, groups, rates, linear * layers, links, alone_of, reads) if uneven else None
+        parts = None
+        if uneven:
+            parts = self._busy_parts.of(share, groups, rates, linear * layers, LayerSeconds(links, alone_of, reads))
         for i, (_, count) in enumerate(groups):
             left, alone, on_link, attended = lefts[i], alone_of[i], links[i], reads[i]
             if left > 0:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 from kvtier.planning.costs import CostModel
 from kvtier.planning.makespan import overlap
 from kvtier.planning.makespan.groups import Groups, alike
-from kvtier.planning.makespan.overlap import BusyParts, busy_parts
+from kvtier.planning.makespan.overlap import BusyParts, LayerSeconds, busy_parts
 from kvtier.planning.policies.adaptive import Adaptive
 from kvtier.planning.policies.shares import FixedShare, room_for
 from kvtier.planning.rates import Rates
@@ -64,7 +63,7 @@ def test_one_layer_that_fetches_has_the_link_for_itself() -> None:
     layers = [LayerState(i, 2**20, 10, 0, 40 * (i == 2), 1, True) for i in range(4)]
     groups, rates = alike(layers), Rates(shared=0.5, host_overhead=0.0)
     # Its fetch takes ten of the twelve seconds of a step, and ends as the step after that begins its host attention.
-    parts = busy_parts(groups, rates, 4.0, [0.0, 10.0], [0.0, 8.0], [0.0, 0.0])
+    parts = busy_parts(groups, rates, 4.0, LayerSeconds([0.0, 10.0], [0.0, 8.0], [0.0, 0.0]))
     assert parts[0] == 0.0
     assert 0.0 < parts[1] < 1.0
 
@@ -78,7 +77,7 @@ def test_what_is_not_played_again_is_as_it_was(monkeypatch: pytest.MonkeyPatch) 
             order = [rng.randrange(kinds) for _ in range(rng.choice((8, 24)))]
         layers = [LayerState(i, 2**20, 10, 0, 10 * (1 + kind), 1, True) for i, kind in enumerate(order)]
         links, alone = ([rng.choice((0.0, 10 ** rng.uniform(-5, -2.5))) for _ in range(kinds)] for _ in range(2))
-        rest = alike(layers), Rates(shared=0.5), 10 ** rng.uniform(-4, -1), links, alone, [1e-5] * kinds
+        rest = alike(layers), Rates(shared=0.5), 10 ** rng.uniform(-4, -1), LayerSeconds(links, alone, [1e-5] * kinds)
         with monkeypatch.context() as patch:
             patch.setattr("kvtier.planning.makespan.overlap.ALIKE", -1.0)
             whole = busy_parts(*rest)
@@ -88,16 +87,16 @@ def test_what_is_not_played_again_is_as_it_was(monkeypatch: pytest.MonkeyPatch) 
 def test_a_step_is_played_again_where_something_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     played, known = list[float](), BusyParts()
 
-    def play(groups: Groups, rates: Rates, linear: float, *rest: Any) -> list[float]:
+    def play(groups: Groups, rates: Rates, linear: float, each: LayerSeconds) -> list[float]:
         played.append(linear)
-        return busy_parts(groups, rates, linear, *rest)
+        return busy_parts(groups, rates, linear, each)
 
     monkeypatch.setattr(overlap, "busy_parts", play)
     layers = [LayerState(i, 2**20, 10, 0, 10 * (1 + i % 2), 1, True) for i in range(8)]
     groups, links, alone = alike(layers), [0.0, 3.0], [2.0, 1.0]
 
     def parts(share: float, linear: float, on_link: list[float] = links, of: Groups = groups) -> list[float]:
-        return known.of(share, of, Rates(shared=0.5), linear, on_link, alone, [0.0, 0.0])
+        return known.of(share, of, Rates(shared=0.5), linear, LayerSeconds(on_link, alone, [0.0, 0.0]))
 
     first = parts(0.5, 8.0)
     assert parts(0.5, 8.0) == parts(0.5, 8.03) == first
@@ -118,7 +117,7 @@ def test_layers_of_the_model_that_are_none_of_these_take_their_time() -> None:
     layers = [LayerState(layer=i, **numbers) for i in (0, 7)]  # type: ignore[arg-type]
     groups, rates = Groups([(layers[0], 1), (layers[1], 1)], [0, 1], layers), Rates(shared=0.5, host_overhead=0.0)
     assert groups.gaps == [1, 7]
-    behind_none, behind_six = busy_parts(groups, rates, 8.0, [3.0, 3.0], [2.0, 2.0], [0.0, 0.0])
+    behind_none, behind_six = busy_parts(groups, rates, 8.0, LayerSeconds([3.0, 3.0], [2.0, 2.0], [0.0, 0.0]))
     assert behind_none > 0.4
     assert behind_six == 0.0
 

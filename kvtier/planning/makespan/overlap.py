@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from kvtier.planning.makespan.groups import Groups
 from kvtier.planning.rates import Rates
@@ -27,15 +28,22 @@ def is_uneven(on_link: Sequence[float]) -> bool:
     return max(on_link) > UNEVEN * min(on_link)
 
 
-def busy_parts(
-    groups: Groups,
-    rates: Rates,
-    linear: float,
-    on_link: Sequence[float],
-    alone: Sequence[float],
-    attended: Sequence[float],
-) -> list[float]:
-    """The part of host attention during which the link is busy, for each group of layers.
+class LayerSeconds(NamedTuple):
+    """What a layer takes, for each group of layers.
+
+    Attributes:
+        on_link: seconds of its fetch.
+        alone: of host attention with the link idle.
+        attended: of device attention.
+    """
+
+    on_link: Sequence[float]
+    alone: Sequence[float]
+    attended: Sequence[float]
+
+
+def busy_parts(groups: Groups, rates: Rates, linear: float, each: LayerSeconds) -> list[float]:
+    """The part of host attention during which the link is busy, 0 to 1, for each group of layers.
 
     Plays two steps, of which the first one fills the link. A fetch begins once the layer that fetches `AT_A_TIME`
     before it was read, and behind all other fetches.
@@ -44,11 +52,11 @@ def busy_parts(
         groups: of the layers, of which some fetch.
         rates: of the machine.
         linear: seconds of a step besides attention, as long in each layer of the model.
-        on_link, alone, attended: of a layer of each group the seconds of its fetch, of host attention with the link
-            idle, and of device attention.
+        each: what a layer of each group takes.
     """
+    on_link, alone, attended = each
     order, gaps = groups.order, groups.gaps
-    each, overhead, shared = linear / sum(gaps), rates.host_overhead, rates.shared
+    own, overhead, shared = linear / sum(gaps), rates.host_overhead, rates.shared
     fetching = [place for place, i in enumerate(order) if on_link[i]]
     # Of each layer that fetches, the one whose fetch begins behind its attention.
     following = [-1] * len(order)
@@ -60,11 +68,11 @@ def busy_parts(
     for again in (False, True):
         for place, i in enumerate(order):
             late = link - now if link > now else 0.0
-            if again and -ALIKE * each <= late - behind[place] <= ALIKE * each:
+            if again and -ALIKE * own <= late - behind[place] <= ALIKE * own:
                 break  # from here on the second step is the first one again
             behind[place] = late
             reads, seconds = kinds[i]
-            ready, end = now + gaps[place] * each, arrival[place]
+            ready, end = now + gaps[place] * own, arrival[place]
             now = (end if end > ready else ready) + reads
             if seconds:
                 part = busy[place] = min((link - ready) / seconds, 1.0) if link > ready else 0.0
@@ -87,21 +95,12 @@ class BusyParts:
         self._groups: Groups | None = None
         self._known: dict[float, tuple[list[float], list[float]]] = {}
 
-    def of(
-        self,
-        share: float,
-        groups: Groups,
-        rates: Rates,
-        linear: float,
-        on_link: Sequence[float],
-        alone: Sequence[float],
-        attended: Sequence[float],
-    ) -> list[float]:
-        """See `busy_parts`; `share` is what is fetched of what is spilled."""
+    def of(self, share: float, groups: Groups, rates: Rates, linear: float, each: LayerSeconds) -> list[float]:
+        """See `busy_parts`; `share`, 0 to 1, is what is fetched of what is spilled."""
         if groups is not self._groups:
             self._groups = groups
             self._known.clear()
-        of = [linear, rates.host_overhead, 1 - rates.shared, *on_link, *alone, *attended]
+        of = [linear, rates.host_overhead, 1 - rates.shared, *each.on_link, *each.alone, *each.attended]
         known = self._known.get(share)
         if known is not None:
             for now, before in zip(of, known[0], strict=True):
@@ -109,6 +108,6 @@ class BusyParts:
                     break
             else:
                 return known[1]
-        parts = busy_parts(groups, rates, linear, on_link, alone, attended)
+        parts = busy_parts(groups, rates, linear, each)
         self._known[share] = of, parts
         return parts

@@ -42,7 +42,7 @@ class LogFile:
             raise ConfigError(f"{path} is written by another decision log: close that one, or name another file.")
         self._file: IO[str] | None
         # Each line at once: a process that is forked would write, as it ends, what waits to be written here.
-        self._file = open(path, "w", 1, encoding="utf-8")  # noqa: SIM115 - it stays open as long as somebody decides
+        self._file = open(path, "w", buffering=1, encoding="utf-8")  # noqa: SIM115 - it stays open as long as somebody decides
         self._process = os.getpid()
         _OPEN.add(self)
         self.write(header)

@@ -387,9 +387,10 @@ class Manifest:
 
 
 def _is_frozen(file: Path) -> bool:
-    """Whether nobody can write to a database, and it has no log with changes that are not in it yet."""
-    log = file.with_name(f"{file.name}-wal")
+    """Whether a database is on a disk that is mounted read-only, and nobody has it open elsewhere: there is no log,
+    which would have changes that are not in it yet."""
     try:
-        return bool(os.statvfs(file).f_flag & os.ST_RDONLY) and not (log.exists() and log.stat().st_size)
+        is_open = any(file.with_name(file.name + end).exists() for end in ("-wal", "-shm"))
+        return bool(os.statvfs(file).f_flag & os.ST_RDONLY) and not is_open
     except OSError:
         return False  # SQLite says what is wrong
