@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 from kvtier import ClosedError, KVView, StaleViewError, TieredKVCache, UnsupportedError
 from kvtier.hf.attention import view as view_module
@@ -216,6 +217,18 @@ def test_views_that_are_no_pair_are_attended_as_the_tensors_they_show(held) -> N
     assert torch.equal(sdpa(query, k, values), sdpa(query, keys, values))
     assert torch.equal(sdpa(k, k, v), sdpa(keys, keys, values))
     assert torch.equal(sdpa(query, k, cache.layers[1].values), sdpa(query, keys, values))
+
+
+@pytest.mark.parametrize("bias", [causal_lower_right, causal_upper_left])
+@pytest.mark.parametrize("placement", ["attended on the host", "host", "device"])
+def test_a_mask_that_says_itself_what_it_means_is_asked(placement: str, bias: Callable[[int, int], Any]) -> None:
+    """Its elements are no mask: nobody wrote them."""
+    cache, keys, values = make(1000 if placement == "device" else None, host_attention="attended" in placement)
+    for queries, call in itertools.product((1, 3), ("keywords", "positions")):
+        query = torch.randn(ROWS, HEADS, queries, DIM, generator=torch.Generator().manual_seed(3))
+        args = (bias(queries, TOKENS), False)
+        assert torch.equal(CALLS[call](query, *pair(cache), *args), CALLS[call](query, keys, values, *args))
+    assert cache.stats.dense_fallback_ops == {"scaled_dot_product_attention": 4}
 
 
 def test_what_attention_refuses_on_tensors_it_refuses_on_views() -> None:

@@ -27,6 +27,9 @@ _What = tuple[int, int, int]
 #: Of whole keys and whole values, as `update` gives them: these objects.
 KEYS: _What = (0, 1, 0)
 VALUES: _What = (1, 1, 0)
+#: Masks whose elements are what attention adds or selects by. Of others torch asks their own `__torch_function__`: the
+#: elements of a `torch.nn.attention.bias.CausalBias` are memory that nobody wrote.
+_PLAIN_MASKS = frozenset({type(None), torch.Tensor, torch.nn.Parameter})
 _META = torch.device("meta")
 #: Layers for which views are made at once.
 _AT_ONCE = 16
@@ -212,7 +215,7 @@ class KVView(torch.Tensor):
                     and at._dense is None
                     and ((what is KEYS and values._what is VALUES) or _are_pair(what, values._what))
                     and type(query) is not KVView
-                    and (not kwargs or type(kwargs.get("attn_mask")) is not KVView)
+                    and (not kwargs or type(kwargs.get("attn_mask")) in _PLAIN_MASKS)
                 ):
                     kwargs, repeat = kwargs or {}, at.reader.repeat
                     if repeat is not None and not repeat.schedules:
