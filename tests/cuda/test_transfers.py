@@ -188,13 +188,29 @@ def test_decoding_under_pressure_gives_the_numbers_of_a_dense_cache(budget: int)
     cache.close()
 
 
-def test_a_refused_page_lock_leaves_no_error_for_the_next_launch() -> None:
+def test_a_registration_that_was_left_is_made_again_and_leaves_no_error_for_the_next_launch() -> None:
     slabs = SlabAllocator(CPU, Budget("host", 2**20), lock_for=CUDA)
     slab = slabs.allocate(2**16)
     assert slab is not None
-    with pytest.warns(RuntimeWarning, match="cannot be page-locked"):
-        slabs._lock(slab, CUDA)  # it is locked already
-    assert slabs.lock_for is None
+    slabs._lock(slab, CUDA)  # it is locked already
+    assert slab.is_pinned()
+    assert slabs.lock_for == CUDA
     assert int(torch.ones(1000, device="cuda").sum()) == 1000
     slabs.release(slab)
     assert slabs.page_locked == 0
+
+
+def test_a_refused_page_lock_leaves_no_error_for_the_next_launch() -> None:
+    slabs = SlabAllocator(CPU, Budget("host", 2**20))
+    slab = slabs.allocate(2**16)
+    assert slab is not None
+    part = slab.data_ptr() + 2**15
+    assert int(torch.cuda.cudart().cudaHostRegister(part, 2**15, 3)) == 0
+    try:
+        with pytest.warns(RuntimeWarning, match="cannot be page-locked, for a part of them is already"):
+            slabs._lock(slab, CUDA)
+        assert int(torch.ones(1000, device="cuda").sum()) == 1000
+    finally:
+        assert int(torch.cuda.cudart().cudaHostUnregister(part)) == 0
+    assert slabs.page_locked == 0
+    slabs.release(slab)
