@@ -25,6 +25,8 @@ COPY_PROGRAMS = 64
 
 #: 4-byte words that a program copies at a time: 16 bytes for each of 128 threads, eight times.
 _WORDS = 4096
+#: Bytes of keys or values that a program of `gather` holds in registers: of more, it would spill some.
+_TILE_BYTES = 32 * 2**10
 _HOST = torch.device("cpu")
 #: What is copied here has no meaning: elements are integers of their size.
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -224,7 +226,8 @@ def gather(table: AddressTable, layout: Layout, keys: torch.Tensor, values: torc
     if not available(keys.device):
         tables.gather(table, layout, keys, values)
         return
-    size = 32
+    widest = power_of_two(max(layout.k_dim, layout.v_dim)) * layout.dtype.itemsize
+    size = max(1, min(32, _TILE_BYTES // widest))
     tiles = -(-blocks * layout.block_size // size)
     with on(keys.device):
         programs().gather[(rows * max(layout.k_heads, layout.v_heads) * tiles,)](

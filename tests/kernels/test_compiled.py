@@ -258,6 +258,21 @@ def test_the_widest_heads_in_fp32_fit_the_smallest_devices() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("k_dim", "v_dim"), [(128, 128), (256, 256), (512, 512), (576, 512)])
+def test_all_options_at_once_fit_with_all_stages_on_the_largest_device(k_dim: int, v_dim: int) -> None:
+    # A mask in fp32 has tiles of its own, and short blocks have the address of each token.
+    asked: dict[str, Any] = {
+        **{"call": "attend", "blocks": 256, "block_size": 16, "target": 90, "k_dim": k_dim, "v_dim": v_dim},
+        **{"softcap": 30.0, "window": 512, "causal": True, "mask": "float32", "sinks": True, "slopes": True},
+        **{"first_valid": True, "lengths": True, "counts": True, "positions": True},
+    }
+    for request, entry in attended([asked | {"queries": n} for n in (1, 2048)]):
+        assert entry["shared"] <= SHARED[90], request
+        assert entry["stages"] == 5, request
+        assert entry["stack"] <= 96, request
+
+
+@pytest.mark.slow
 def test_merging_many_parts_reads_many_at_a_time_without_spills() -> None:
     decode = {"call": "attend", "blocks": 1024}
     heads = [{"k_dim": 64}, {"k_dim": 80}, {"k_dim": 128}, {"k_dim": 256}, {"k_dim": 576, "v_dim": 512, "kv_heads": 1}]
@@ -295,6 +310,7 @@ def test_copies_move_sixteen_bytes_at_a_time() -> None:
         {"call": "append", "queries": 100, "rows": 3, "ragged": True, "starts": True},
         {"call": "gather", "queries": 128},
         {"call": "gather", "queries": 128, "dtype": "float32", "k_dim": 80},
+        {"call": "gather", "queries": 128, "dtype": "float32", "k_dim": 576, "v_dim": 512},
         {"call": "merge"},
         {"call": "merge", "parts": 3},
     ]
