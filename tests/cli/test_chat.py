@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 from transformers.utils import logging
 
 from kvtier import ConversationStore
@@ -152,6 +152,33 @@ def test_a_model_that_asks_for_beams_answers_with_one(talk: Talk, monkeypatch: p
     monkeypatch.setattr(loading, "model_of", model_of)
     assert len(talk("--max-new-tokens", "3", lines="a = 1\n")) == 1
     assert (talk.status, len(loaded)) == (0, 1)
+
+
+def test_a_chat_that_is_longer_than_the_model_was_made_for_says_so(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = loading.model_of
+
+    def model_of(*args: Any) -> Any:
+        model = own(*args)
+        model.config.max_position_embeddings = 12
+        return model
+
+    monkeypatch.setattr(loading, "model_of", model_of)
+    lines = "def first(items):\n/rewind\nx\n"
+    assert len(talk("--no-store", "--max-new-tokens", "8", lines=lines)) == 2
+    assert talk.err.count("These are 13 tokens, and the model was made for 12:") == 1
+    assert talk.err.count("the model was made for") == 1, "of the short one nothing"
+
+
+def test_an_answer_ends_with_the_table_of_positions(talk: Talk, tmp_path: Path) -> None:
+    """Beyond it a forward fails, and on CUDA every later one, too."""
+    tokenizer = AutoTokenizer.from_pretrained(PYLM)
+    torch.manual_seed(0)
+    small = GPT2Config(n_embd=8, n_head=2, n_layer=1, n_positions=12, vocab_size=len(tokenizer), eos_token_id=None)
+    GPT2LMHeadModel(small).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    ((_, _, computed),) = talk("--max-new-tokens", "40", lines="def first(items):\n/stats\n", model=str(tmp_path))
+    assert computed == 5
+    assert (talk.status, "These are 13 tokens" in talk.err) == (0, True), "the last one is not computed"
 
 
 @pytest.mark.parametrize("no_store", [[], ["--no-store"]])

@@ -181,11 +181,14 @@ class ChatLoop(Loop):
     def __init__(
         self, store: ConversationStore, tokenizer: Any, name: str, system: str | None, options: dict[str, Any]
     ) -> None:
+        from kvtier.hf.models.positions import count_of_positions, table_of_positions
+
         super().__init__()
         self.store = store
         self.tokenizer = tokenizer
         self.system = system
         self.options = options
+        self._positions, self._table = count_of_positions(store.model), table_of_positions(store.model)
         self._problem = ""
         self._made = set[str]()  # names that were free
         self.chat = self._opened(name)
@@ -234,7 +237,7 @@ class ChatLoop(Loop):
 
     def _answer(self, ask: Callable[..., str]) -> None:
         """Print an answer as it comes, and what it took."""
-        answer, stop, begun = Answer(self.tokenizer), Stop(), bool(self.chat.messages)
+        answer, stop, begun = Answer(self.tokenizer), Stop(self._table), bool(self.chat.messages)
         try:
             with stop.listening():
                 ask(tokenizer=self.tokenizer, streamer=answer, stopping_criteria=[stop], **self.options)
@@ -245,6 +248,11 @@ class ChatLoop(Loop):
         assert reuse is not None
         why = [reuse.why] if reuse.why and begun else []
         say(answer.status(reuse, " · ".join([*why, *(["stopped"] if stop.asked else [])])))
+        if self._positions is not None and len(self.chat.ids) > self._positions:
+            say(
+                f"These are {count(len(self.chat.ids), 'token')}, and the model was made for {self._positions:,}: what "
+                "it says beyond them may make no sense. /rewind, or /open another conversation."
+            )
         self._tell_problem()
 
     def _tell_problem(self) -> None:

@@ -69,13 +69,21 @@ class Answer:
 
 
 class Stop:
-    """A stopping criterion of `generate`: whether somebody pressed Ctrl-C. Pressed again, it interrupts at once."""
+    """A stopping criterion of `generate`: whether somebody pressed Ctrl-C, or no position is left. Ctrl-C, pressed
+    again, interrupts at once.
 
-    def __init__(self) -> None:
+    Args:
+        positions: that the model can compute; None: there is no end of them.
+    """
+
+    def __init__(self, positions: int | None = None) -> None:
         self.asked = False
+        self._positions = positions
 
     def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
-        return input_ids.new_full((input_ids.shape[0],), self.asked).bool()
+        rows, length = input_ids.shape
+        ended = self._positions is not None and length > self._positions  # the last token is not computed
+        return input_ids.new_full((rows,), self.asked or ended).bool()
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
