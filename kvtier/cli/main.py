@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import codecs
 import io
 import os
 import re
@@ -24,6 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         0; 1: the answer is no; 2: an error, told in a sentence on stderr; 130 after Ctrl-C; 141 where whoever reads
         the output has gone, as of a program that SIGPIPE ends.
     """
+    _open_streams()
     _print_any_text()
     parser = argparse.ArgumentParser(prog="kvtier", description="A tiered KV cache for Hugging Face Transformers.")
     parser.add_argument("--version", action="version", version=f"kvtier {sys.modules['kvtier'].__version__}")
@@ -57,11 +59,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
+def _open_streams() -> None:
+    """Whoever starts a command may close its standard streams, as `<&-` and `>&-` do. Python has None in their place:
+    then nothing is read, and what is printed is dropped."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - as long as the process lasts
+
+
 def _print_any_text() -> None:
     """Where the encoding of the output lacks a character, as of a name or of an answer, it is written out: an error
     would take away all that comes behind it."""
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="backslashreplace")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        if sys.stdout.errors == "strict":
+            sys.stdout.reconfigure(errors="backslashreplace")
+        elif sys.stdout.errors == "surrogateescape":  # of the locale C, in which names of files stay as they are
+            codecs.register_error("kvtier", _written_out)
+            sys.stdout.reconfigure(errors="kvtier")
+
+
+def _written_out(error: UnicodeError) -> tuple[str | bytes, int]:
+    try:
+        return codecs.lookup_error("surrogateescape")(error)
+    except UnicodeEncodeError:
+        return codecs.backslashreplace_errors(error)
 
 
 def _joined(argv: Sequence[str]) -> list[str]:

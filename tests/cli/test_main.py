@@ -91,12 +91,33 @@ def test_a_command_says_its_warnings_in_sentences(monkeypatch: pytest.MonkeyPatc
     assert warnings.formatwarning is kvtier.__main__._sentence
 
 
-def test_what_an_encoding_lacks_is_written_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # the second is that of the locale C
+def test_what_an_encoding_lacks_is_written_out(errors: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     folder = tmp_path / "модель"
     folder.mkdir()
     config = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
     (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 64, "vocab_size": 64}))
     out = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, encoding="ascii"))
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, encoding="ascii", errors=errors))
     assert main(["plan", str(folder)]) == 0
     assert "\\u043c\\u043e\\u0434\\u0435\\u043b\\u044c: " in out.getvalue().decode("ascii")
+
+
+def test_in_the_locale_c_the_name_of_a_file_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, encoding="ascii", errors="surrogateescape"))
+    assert main([]) == 2
+    print("é.png".encode().decode("ascii", "surrogateescape"), flush=True)
+    assert out.getvalue() == "é.png\n".encode()
+
+
+def test_closed_streams_read_nothing_and_drop_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    assert main(["bench", "--count", "1"]) == 0
+    assert main(["store", "ls", "/nonexistent"]) == 2
+    assert not sys.stdin.isatty()
+    with pytest.raises(EOFError):
+        input()
+    for name in ("stdin", "stdout", "stderr"):
+        getattr(sys, name).close()
