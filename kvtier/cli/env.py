@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from kvtier.config import DEVICE_BLOCK, HOST_BLOCK, format_size
-from kvtier.errors import KVTierError
+from kvtier.errors import ConfigError, KVTierError
 
 #: The oldest versions that kvtier works with, and those of what it can do without.
 OLDEST = {"torch": (2, 11), "transformers": (5, 17)}
@@ -53,12 +53,19 @@ def run(args: argparse.Namespace) -> int:
 
 
 def environment() -> dict[str, Any]:
-    """What there is, as plain data. `problems` are sentences on what does not work, `notes` on what works less well."""
+    """What there is, as plain data. `problems` are sentences on what does not work, `notes` on what works less well.
+
+    Raises:
+        ConfigError: torch cannot be imported.
+    """
     problems: list[str] = []
     notes: list[str] = []
     versions = _versions(problems, notes)
-    import torch
-
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # it, or a library that it is linked with, is not there
+        least = ".".join(map(str, OLDEST["torch"]))
+        raise ConfigError(f"torch cannot be imported: {error}. kvtier needs {least} or newer.") from error
     from kvtier.memory.storage import system
 
     devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
@@ -144,6 +151,8 @@ def _host(problems: list[str], notes: list[str]) -> dict[str, Any]:
     from kvtier.kernels import launch
 
     there = _told(native.available, problems, notes)
+    if not torch.cuda.device_count():  # else each device says whether KVTIER_KERNELS can be honoured
+        _told(lambda: launch.available(torch.device("cpu")), problems, notes)
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "processor": launch.processor(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,23 @@ def test_a_version_that_is_too_old_is_a_problem(
     status, found = as_json(capsys)
     assert status == (0 if works else 1)
     assert found["problems"] == ([] if works else [f"torch is {version}: kvtier needs 2.11 or newer."])
+
+
+def test_without_a_torch_that_works_it_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert main(["env"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("kvtier: torch cannot be imported: ")
+    assert said.endswith("kvtier needs 2.11 or newer.\n")
+    assert said.count("\n") == 1
+
+
+def test_kernels_that_there_are_not_are_a_problem_also_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(launch.VARIABLE, "cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert environment()["problems"] == ["KVTIER_KERNELS='cuda': it is 'triton' or 'torch', or not set."]
 
 
 def test_a_profile_is_found_where_calibration_stores_it(
