@@ -115,7 +115,9 @@ def folder() -> Path:
     try:
         if setting:
             return Path(setting).expanduser()
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvtier"
+        cache = os.environ.get("XDG_CACHE_HOME", "")
+        # One that is not absolute is not valid (XDG Base Directory Specification), and each folder would have its own.
+        return (Path(cache) if os.path.isabs(cache) else Path.home() / ".cache") / "kvtier"
     except RuntimeError as error:
         raise ConfigError(f"There is no home folder for the profile: set {VARIABLE} to a folder.") from error
 

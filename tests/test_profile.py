@@ -189,8 +189,11 @@ def test_without_a_setting_the_folder_is_in_the_users_cache_folder(monkeypatch: 
     monkeypatch.delenv(profile.VARIABLE)
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     assert profile.file_of("m").parent == Path("/somewhere/kvtier")
-    monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/of")
+    for none in ("", "here", "./here"):
+        monkeypatch.setenv("XDG_CACHE_HOME", none)
+        assert profile.file_of("m").parent == Path("/home/of/.cache/kvtier")
+    monkeypatch.delenv("XDG_CACHE_HOME")
     assert profile.file_of("m").parent == Path("/home/of/.cache/kvtier")
 
 
