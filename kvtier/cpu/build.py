@@ -115,13 +115,17 @@ def compiler() -> list[str]:
     """The C++ compiler: `$CXX`, or the first of c++, g++ and clang++ that is there.
 
     Raises:
-        BuildError: there is none, or this is not Linux.
+        BuildError: there is none, CXX is no command, or this is not Linux.
     """
     if sys.platform != "linux":
         raise BuildError(f"the native kernel is for Linux, this is {sys.platform}")
-    chosen = os.environ.get("CXX")
-    if chosen:
-        return shlex.split(chosen)
+    chosen = os.environ.get("CXX", "")
+    try:
+        words = shlex.split(chosen)
+    except ValueError as error:
+        raise BuildError(f"CXX={chosen} is no command: {error}") from error
+    if words:
+        return words
     for name in ("c++", "g++", "clang++"):
         if shutil.which(name):
             return [name]
@@ -140,8 +144,15 @@ def build(target: Path, *, extra: tuple[str, ...] = ()) -> Path:
         `target`.
 
     Raises:
-        BuildError: no compiler, no Linux, no sources, or an error of the compiler's.
+        BuildError: no compiler, no Linux, no sources, no room for files, or an error of the compiler's.
     """
+    try:
+        return _built(target, extra)
+    except OSError as error:
+        raise BuildError(f"a file cannot be written or read: {error}") from error
+
+
+def _built(target: Path, extra: tuple[str, ...]) -> Path:
     command = compiler()
     units = _units()
     source = f'-DKVTIER_SOURCE="{digest()}"'
@@ -167,7 +178,8 @@ def build(target: Path, *, extra: tuple[str, ...] = ()) -> Path:
 
 def _run(command: list[str]) -> None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True)
+        # A path that the compiler names may be no text in this encoding.
+        done = subprocess.run(command, capture_output=True, text=True, errors="backslashreplace")
     except OSError as error:
         raise BuildError(f"{command[0]} cannot be run: {error}") from error
     if done.returncode:

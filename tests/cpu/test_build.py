@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -249,6 +250,36 @@ def test_an_error_of_the_compilers_is_told_and_leaves_what_was_there(
         build.build(old)
     assert old.read_text() == "an older one"
     assert not list(tmp_path.glob(".*"))
+
+
+def test_what_the_compiler_says_of_a_path_that_is_no_text_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CXX", compiler_that(tmp_path, "printf '/home/\\377.h: no such file' >&2; exit 1"))
+    with pytest.raises(build.BuildError, match=r"/home/\\xff\.h: no such file"):
+        build.build(tmp_path / build.LIBRARY)
+
+
+def test_a_compiler_that_is_no_command_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CXX", "'g++")
+    with pytest.raises(build.BuildError, match="CXX='g\\+\\+ is no command: No closing quotation"):
+        build.build(tmp_path / build.LIBRARY)
+    (tmp_path / "g++").touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for none in ("", " "):
+        monkeypatch.setenv("CXX", none)
+        assert build.compiler() == ["g++"]
+
+
+def test_without_room_for_files_the_error_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def full(*_: object) -> None:
+        raise FileNotFoundError("No usable temporary directory found")
+
+    monkeypatch.setenv("CXX", compiler_that(tmp_path, "exit 1"))
+    monkeypatch.setattr(tempfile, "gettempdir", full)
+    with pytest.raises(build.BuildError, match="cannot be written or read: No usable temporary directory"):
+        build.build(tmp_path / build.LIBRARY)
+    assert not (tmp_path / "calls").exists()
 
 
 def test_only_the_unit_of_an_instruction_set_is_compiled_for_it(
