@@ -165,14 +165,17 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> object:
-    if name in _HOME:
-        import importlib
+# A type checker has the imports above; a name that is not among them is an error to it.
+if not TYPE_CHECKING:
 
-        value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> object:
+        if name in _HOME:
+            import importlib
+
+            value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+            globals()[name] = value
+            return value
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

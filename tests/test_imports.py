@@ -485,6 +485,19 @@ def test_what_is_loaded_lazily_is_what_is_public() -> None:
     assert {"disable", "enable", "register_attention"} <= set(kvtier.__all__)
 
 
+def test_a_name_that_is_not_public_is_an_error_to_a_type_checker() -> None:
+    # One that sees a `__getattr__` of the module takes every name, and a misspelt one is an object.
+    tree = ast.parse(Path(kvtier.__file__).read_text("utf-8"))
+    hidden = [x for x in tree.body if isinstance(x, ast.If) and ast.unparse(x.test) == "not TYPE_CHECKING"]
+    inside = {node for x in hidden for node in ast.walk(x)}
+    defined = [x for x in ast.walk(tree) if isinstance(x, ast.FunctionDef) and x.name == "__getattr__"]
+    assert defined
+    assert inside.issuperset(defined)
+    seen = [x for x in tree.body if isinstance(x, ast.If) and ast.unparse(x.test) == "TYPE_CHECKING"]
+    names = [a.name for x in seen for n in ast.walk(x) if isinstance(n, ast.ImportFrom) for a in n.names]
+    assert sorted(names) == sorted(kvtier.__all__)
+
+
 @pytest.mark.parametrize("name", kvtier.__all__)
 def test_a_public_name_resolves_and_is_documented(name: str) -> None:
     value = getattr(kvtier, name)
