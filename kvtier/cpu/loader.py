@@ -134,10 +134,10 @@ def _found(target: Path) -> tuple[ctypes.CDLL | None, str]:
     else:
         try:
             library = build.load(target)
-        except OSError as error:
+            library.kvtier_source.restype = ctypes.c_char_p
+        except (OSError, AttributeError) as error:  # the second: it is another library
             why = f"it cannot be loaded ({error})"
         else:
-            library.kvtier_source.restype = ctypes.c_char_p
             if not in_tree or library.kvtier_source().decode() == build.digest():
                 return library, ""
             why = "it was compiled from other sources"

@@ -45,14 +45,14 @@ def load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[.
         native.use_instruction_set(before)
 
 
-def stub(folder: Path, source: str) -> Path:
-    """A library that says it was compiled from `source`, and can do nothing else."""
+def stub(folder: Path, source: str, function: str = "kvtier_source") -> Path:
+    """A library of one function, which says that it was compiled from `source`."""
     try:
         compiler = build.compiler()
     except build.BuildError:
         pytest.skip("there is no C++ compiler here")
     code, made = folder / "stub.cpp", folder / "stub.so"
-    code.write_text(f'extern "C" const char* kvtier_source(void) {{ return "{source}"; }}\n')
+    code.write_text(f'extern "C" const char* {function}(void) {{ return "{source}"; }}\n')
     subprocess.run([*compiler, "-shared", "-fPIC", str(code), "-o", str(made)], check=True)
     return made
 
@@ -132,6 +132,17 @@ def test_a_library_from_other_sources_is_refused(load: Callable[..., bool], tmp_
         assert not load(target=other)
     with pytest.raises(ConfigError, match="compiled from other sources"):
         load("portable", target=other)
+
+
+def test_another_library_of_this_name_is_warned_about(
+    load: Callable[..., bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = stub(tmp_path, "kvtier", function="other_source")
+    for sources in (build.SOURCE, tmp_path / "none"):  # in a tree, and installed
+        monkeypatch.setattr(build, "SOURCE", sources)
+        loader._found.cache_clear()
+        with pytest.warns(RuntimeWarning, match=r"cannot be loaded .*kvtier_source"):
+            assert not load(target=other)
 
 
 def test_an_instruction_set_that_is_asked_for_and_missing_is_an_error(load: Callable[..., bool]) -> None:
