@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import codecs
+import contextlib
 import io
 import os
 import re
@@ -70,7 +71,9 @@ def _open_streams() -> None:
 def _print_any_text() -> None:
     """Where the encoding of the output lacks a character, as of a name or of an answer, it is written out: an error
     would take away all that comes behind it."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
+    if not isinstance(sys.stdout, io.TextIOWrapper):
+        return
+    with contextlib.suppress(OSError):  # it was a file when it was opened, and its handle is that of a pipe by now
         if sys.stdout.errors == "strict":
             sys.stdout.reconfigure(errors="backslashreplace")
         elif sys.stdout.errors == "surrogateescape":  # of the locale C, in which names of files stay as they are

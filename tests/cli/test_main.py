@@ -103,6 +103,20 @@ def test_what_an_encoding_lacks_is_written_out(errors: str, monkeypatch: pytest.
     assert "\\u043c\\u043e\\u0434\\u0435\\u043b\\u044c: " in out.getvalue().decode("ascii")
 
 
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_a_stream_that_is_a_pipe_by_now_is_printed_to(errors: str, tmp_path: Path) -> None:
+    """As of a process that was forked and given pipes: its streams were opened as files."""
+    code = (
+        "import os, sys\n"
+        f"sys.stdout = open({str(tmp_path / 'file')!r}, 'w', encoding='ascii', errors={errors!r})\n"
+        "os.dup2(1, sys.stdout.fileno())\n"
+        "from kvtier.cli.main import main\n"
+        "main(['--version'])"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, f"kvtier {kvtier.__version__}\n", "")
+
+
 def test_in_the_locale_c_the_name_of_a_file_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, encoding="ascii", errors="surrogateescape"))

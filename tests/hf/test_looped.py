@@ -15,6 +15,7 @@ from placements import Placement, alike, assert_same_as_dynamic_cache, tiered_ca
 from transformers import Cache, PreTrainedModel
 
 from kvtier import BudgetError, Engine, InterruptedStepError, UnsupportedError
+from kvtier.hf.models.layers import looped
 from kvtier.hf.models.names import CACHE
 from kvtier.serving.runners.packed import PackedRunner
 from kvtier.serving.runners.runner import Work
@@ -82,6 +83,16 @@ def test_a_model_that_runs_layers_again_gets_the_tokens_of_dynamic_cache(kind: s
     model = model_of(kind)
     cache = assert_same_as_dynamic_cache(model, greedy, placement, block_size=4)
     assert len(cache) == (4 if kind == "dory_last_loop" else 8)
+
+
+def test_a_loop_that_ends_behind_the_last_layer_ends_with_it() -> None:
+    """As the model takes a slice of its layers: its defaults are for more of them than a small model has."""
+    config = copy.deepcopy(model_of("inkling").config)
+    assert looped(config) == [1, 2, 1, 2]
+    config.loop_layer_index_end = 18
+    assert looped(config) == [1, 2, 3, 1, 2, 3]
+    config.loop_layer_index_start = 6
+    assert looped(config) == []
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -19,7 +19,7 @@ from kvtier import Engine, UnsupportedError
 NEW = 8
 PROMPTS = [tuple((5 * i * i + 3 * n + 7 * i) % 94 + 1 for i in range(length)) for n, length in enumerate((11, 30, 5))]
 #: Of each kind one that the tests of loads do not have; the others are slow.
-ALWAYS = ("cohere2", "cpmant", "lfm2", "mamba2", "minimax", "recurrent_gemma", "roberta")
+ALWAYS = ("cohere2", "cpmant", "lfm2", "mamba2", "minimax", "mpt", "recurrent_gemma", "roberta")
 #: How many types are run by a runner that puts requests together, at the least.
 PACKED, TOGETHER = 90, 105
 NEWEST = transformers.__version__.startswith("5.24.")

@@ -69,7 +69,9 @@ def looped(config: PretrainedConfig | None) -> list[int]:
             begin, end = text.n_input_layers, text.n_input_layers + text.n_recurrent_layers
             times = text.n_recurrent_loops
         case "inkling2_loop_text":
-            begin, end, times = text.loop_layer_index_start, text.loop_layer_index_end, text.loop_num_passes
+            # It takes a slice of its layers, which ends with them.
+            begin, end = text.loop_layer_index_start, min(text.loop_layer_index_end, text.num_hidden_layers)
+            times = text.loop_num_passes
         case _:
             return []
     return list(range(begin, end)) * (times - 1)

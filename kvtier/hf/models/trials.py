@@ -98,7 +98,8 @@ def next_scores(model: Any, ids: Sequence[int], cache: Any) -> tuple[torch.Tenso
     Args:
         cache: of the first tokens; it must lack at least one. None: every token is computed, and no cache is made.
     """
-    given = {"use_cache": False} if cache is None else {cache_argument(model): cache}
+    # Said, as the model's own config may say otherwise (MPT's does).
+    given = {"use_cache": False} if cache is None else {"use_cache": True, cache_argument(model): cache}
     out = _greedily(model, ids, 1, **given)
     return out.logits[0][0], None if cache is None else getattr(out, CACHE)
 

@@ -473,6 +473,19 @@ def test_a_folder_of_a_newer_version_is_refused_and_nobody_is_told_to_remove_it(
             assert ("remove" in str(refused.value)) == (version == "2")
 
 
+@pytest.mark.parametrize("value", ["NULL", "x'ff'"])
+@pytest.mark.parametrize("column", ["name", "value"])
+def test_what_is_no_text_of_a_folder_is_of_no_model(column: str, value: str, tmp_path: Path) -> None:
+    """As damage leaves it: the name of one row is nobody's, and its value is not this model's."""
+    disk_of(tmp_path).close()
+    for name in ("version", "model", "weights"):
+        folder = shutil.copytree(tmp_path, tmp_path / name)
+        with contextlib.closing(sqlite3.connect(folder / MANIFEST)) as db, db:
+            db.execute(f"UPDATE about SET {column} = {value} WHERE name = ?", (name,))
+        with pytest.raises(ConfigError, match=f"was saved with another {name}"):
+            disk_of(folder)
+
+
 def test_the_owner_alone_may_read_whatever_the_umask(tmp_path: Path) -> None:
     before = os.umask(0)
     try:

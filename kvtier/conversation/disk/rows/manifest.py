@@ -158,7 +158,8 @@ class Manifest:
         Raises:
             sqlite3.Error: the database is damaged.
         """
-        return dict(self.db.execute("SELECT name, value FROM about"))
+        # In a damaged one there is anything.
+        return {str(name): str(value) for name, value in self.db.execute("SELECT name, value FROM about")}
 
     def _check_about(self, fingerprint: Mapping[str, str] | None) -> None:
         about, there = {"version": str(VERSION), **(fingerprint or {})}, self.about()
