@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dis
+import functools
+import linecache
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import kvtier
 from kvtier import Engine
 
+_NOTHING = dis.opmap["NOP"]
 PACKAGE = str(Path(kvtier.__file__).parent)
 
 
@@ -21,7 +25,7 @@ def interrupted(call: Callable[[], object], left: int, within: str = "") -> int:
 
     def line(frame: FrameType, event: str, arg: Any) -> Any:
         nonlocal left
-        left -= event == "line"
+        left -= event == "line" and not _is_between(frame)
         if not left:
             raise KeyboardInterrupt
         return line
@@ -38,6 +42,23 @@ def interrupted(call: Callable[[], object], left: int, within: str = "") -> int:
     finally:
         sys.settrace(before)
     return max(left, 0)
+
+
+def _is_between(frame: FrameType) -> bool:
+    """Whether no interrupt can come at this line. CPython looks for one behind calls, and where a loop goes round: so
+    not where a `with` ends, between the last call within and that of `__exit__`; nor at a `try`, which does nothing."""
+    begins = _withs(frame.f_code).get(frame.f_lineno)
+    return (begins is not None and frame.f_lasti != begins) or frame.f_code.co_code[frame.f_lasti] == _NOTHING
+
+
+@functools.cache
+def _withs(code: CodeType) -> dict[int, int]:
+    """Of each line that begins a `with`, where its code begins."""
+    found = dict[int, int]()
+    for begin, _, line in code.co_lines():
+        if line is not None and linecache.getline(code.co_filename, line).lstrip().startswith("with "):
+            found[line] = min(begin, found.get(line, begin))
+    return found
 
 
 def steps_with_an_interrupt(
