@@ -224,6 +224,7 @@ LOCKED: dict[type, tuple[str, ...]] = {
             "leave",
             "trim",
             "_tiers",
+            "_sum",
             "_drain",
             "check_open",
         ]
@@ -259,8 +260,8 @@ LOCKED: dict[type, tuple[str, ...]] = {
     LayerReader: ("partition", "begin", "_places", "_next", "fetch_ahead", "expect", "forget", "retire"),
     Partition: ("__init__",),
     Schedule: ("state", "begin", "after"),
-    InlineTransfers: ("submit", "drain"),
-    HeldTransfers: ("submit", "drain", "poll"),
+    InlineTransfers: ("submit", "drain", "mark"),
+    HeldTransfers: ("submit", "drain", "poll", "mark"),
     FailingTransfers: ("submit",),
     Transfer: ("wait", "synchronize", "settle"),
     TokenWriter: ("repeat",),

@@ -405,6 +405,10 @@ def aside(memory: TieredMemory) -> None:
     with memory.lock, memory.change:
         parked.close()
     memory.reset_if_unused()
+    assert memory.totals().steps > 0
+    unused = TieredMemory(host_budget="1MiB")
+    unused.lock = unused.recovery.lock = memory.lock  # type: ignore[assignment]
+    unused.reset_if_unused()
     kinds = ["sliding_attention", "full_attention"]
     config = Gemma3TextConfig(num_hidden_layers=2, layer_types=kinds, sliding_window=8)
     with TieredKVCache(config, memory=memory) as cache:
