@@ -107,7 +107,8 @@ class ScatterSession:
         if way == "chosen":
             self.alone, self.together = self.launches.divide(copies, direction)
         elif way == "launch":
-            check_mapped(copies)
+            if device.type == "cuda":  # elsewhere a launch is emulated
+                check_mapped(copies)
             self.together = [copies]
         else:
             self.alone += copies
