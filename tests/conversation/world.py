@@ -330,6 +330,8 @@ class World:
         self.waking = self.disturbed = False
         self.guests: list[Guest] = []
         self.depth, self.over = 0, False
+        #: Of the store of the process that was killed last.
+        self.problem = ""
         #: What went wrong where nobody would hear of it.
         self.failed: Exception | None = None
         #: Whether what is done now may be interrupted: other threads are not.
@@ -461,7 +463,7 @@ class World:
         self.changing = []
         saved = {name for name, chat in self.chats.items() if type(chat.salt) in (type(None), str, int)}
         if not self.disk.failed:
-            assert names == saved, "conversations are lost, or back"
+            assert names == saved, f"conversations are lost, or back: {names ^ saved}; before: {self.problem!r}"
         for name in list(self.chats):
             if name not in names:
                 del self.chats[name]
@@ -480,7 +482,7 @@ class World:
                 chat.ids, chat.messages, chat.ends = list(there.ids), list(there.messages), dict(there.ends)
                 chat.rank = there.rank
             else:
-                assert now == (chat.ids, chat.messages), (now, chat)
+                assert now == (chat.ids, chat.messages), (now, chat, self.problem)
                 assert there.rank == chat.rank, "another rank"
 
     def close(self) -> None:
@@ -581,6 +583,8 @@ class World:
         left, disk.left = disk.left, None
         store, self.store = self.store, None
         failed = disk.failed
+        if store is not None:
+            self.problem = store.stats.problem
         if archive_of(store) is not None:
             with contextlib.suppress(Exception):
                 store._disk_tier.disk.close()
