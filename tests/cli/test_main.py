@@ -111,10 +111,10 @@ def test_a_stream_that_is_a_pipe_by_now_is_printed_to(errors: str, tmp_path: Pat
         f"sys.stdout = open({str(tmp_path / 'file')!r}, 'w', encoding='ascii', errors={errors!r})\n"
         "os.dup2(1, sys.stdout.fileno())\n"
         "from kvtier.cli.main import main\n"
-        "main(['--version'])"
+        "try:\n    main(['--version'])\nfinally:\n    print('\u00e9', flush=True)"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (ran.returncode, ran.stdout, ran.stderr) == (0, f"kvtier {kvtier.__version__}\n", "")
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, f"kvtier {kvtier.__version__}\n\\xe9\n", "")
 
 
 def test_in_the_locale_c_the_name_of_a_file_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

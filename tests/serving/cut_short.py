@@ -45,8 +45,9 @@ def interrupted(call: Callable[[], object], left: int, within: str = "") -> int:
 
 
 def _is_between(frame: FrameType) -> bool:
-    """Whether no interrupt can come at this line. CPython looks for one behind calls, and where a loop goes round: so
-    not where a `with` ends, between the last call within and that of `__exit__`; nor at a `try`, which does nothing."""
+    """Whether no interrupt can come at this line. CPython looks for one behind calls, where a function begins and where
+    a loop goes round: so not where a `with` ends, between the last call within and that of `__exit__`; nor at a `try`,
+    which does nothing."""
     begins = _withs(frame.f_code).get(frame.f_lineno)
     return (begins is not None and frame.f_lasti != begins) or frame.f_code.co_code[frame.f_lasti] == _NOTHING
 

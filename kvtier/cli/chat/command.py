@@ -237,7 +237,8 @@ class ChatLoop(Loop):
 
     def _answer(self, ask: Callable[..., str]) -> None:
         """Print an answer as it comes, and what it took."""
-        answer, stop, begun = Answer(self.tokenizer), Stop(self._table), bool(self.chat.messages)
+        answer, stop = Answer(self.tokenizer, self._table), Stop(self._table)
+        begun = bool(self.chat.messages)
         try:
             with stop.listening():
                 ask(tokenizer=self.tokenizer, streamer=answer, stopping_criteria=[stop], **self.options)
@@ -247,8 +248,8 @@ class ChatLoop(Loop):
         reuse = self.chat.reuse
         assert reuse is not None
         why = [reuse.why] if reuse.why and begun else []
-        say(answer.status(reuse, " · ".join([*why, *(["stopped"] if stop.asked else [])])))
-        if self._positions is not None and len(self.chat.ids) > self._positions:
+        say(answer.status(reuse, " · ".join([*why, *([stop.why] if stop.why else [])])))
+        if self._table is None and self._positions is not None and len(self.chat.ids) > self._positions:
             say(
                 f"These are {count(len(self.chat.ids), 'token')}, and the model was made for {self._positions:,}: what "
                 "it says beyond them may make no sense. /rewind, or /open another conversation."

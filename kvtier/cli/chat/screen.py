@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from kvtier.cli.store import plain
+from kvtier.errors import ConfigError
 from kvtier.serving.text import TextStream
 
 if TYPE_CHECKING:
@@ -28,22 +29,34 @@ class Answer:
 
     Args:
         tokenizer: turns tokens into text.
+        positions: that the model can compute; None: there is no end of them.
 
     Attributes:
         times: when each token came, in seconds.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, positions: int | None = None) -> None:
         self.times: list[float] = []
+        self._positions = positions
         self._text = TextStream(tokenizer)
         self._began = time.perf_counter()
         self._prompt = True
         self._plain = sys.stdout.isatty()
 
     def put(self, value: Any) -> None:
-        """Take the prompt at the first call, tokens at each that follows."""
+        """Take the prompt at the first call, tokens at each that follows.
+
+        Raises:
+            ConfigError: the prompt has more tokens than the model has positions. Nothing was computed.
+        """
         if self._prompt:
             self._prompt = False
+            length = value.shape[-1]
+            if self._positions is not None and length > self._positions:
+                raise ConfigError(
+                    f"The conversation has {length:,} tokens with this message, and the model has {self._positions:,} "
+                    "positions: /rewind, or /open another one."
+                )
             return
         self.times.append(time.perf_counter())
         self._show("".join(self._text.put(token) for token in value.reshape(-1).tolist()))
@@ -74,16 +87,23 @@ class Stop:
 
     Args:
         positions: that the model can compute; None: there is no end of them.
+
+    Attributes:
+        why: it has stopped an answer; "": it has not.
     """
 
     def __init__(self, positions: int | None = None) -> None:
         self.asked = False
+        self.why = ""
         self._positions = positions
 
     def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
         rows, length = input_ids.shape
-        ended = self._positions is not None and length > self._positions  # the last token is not computed
-        return input_ids.new_full((rows,), self.asked or ended).bool()
+        if self.asked:
+            self.why = "stopped"
+        elif self._positions is not None and length > self._positions:  # the last token is not computed
+            self.why = f"the model has {self._positions:,} positions"
+        return input_ids.new_full((rows,), bool(self.why)).bool()
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
