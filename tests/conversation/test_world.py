@@ -48,7 +48,7 @@ def test_in_every_world_tokens_are_right_and_all_drains(share: int) -> None:
                 did[what] = did.get(what, 0) + count
     if WORLDS >= 5000:  # else some of it may not come by
         faults = ("killed", "rot", "flip", "a transfer fails", "interrupted", "raised", "not opened", "resize", "give")
-        for what in (*faults, "saved one", "upkeep", "verify", "train", "adapter", "guest", "chat"):
+        for what in (*faults, "saved one", "saved soon", "upkeep", "verify", "train", "adapter", "guest", "chat"):
             assert did.get(what), f"in no world: {what}"
 
 

@@ -55,6 +55,7 @@ from kvtier.conversation.kept import kept, retention
 from kvtier.conversation.saved import archive, wake
 from kvtier.conversation.saved.archive import Archive
 from kvtier.conversation.saved.disk_tier import _key as disk_key
+from kvtier.conversation.saved.soon import Soon
 from kvtier.conversation.saved.tail import Tail
 from kvtier.conversation.saved.wake import Wake, Waker
 from kvtier.cpu.native import Future
@@ -920,14 +921,16 @@ class World:
     # What else happens
 
     def save_some(self) -> None:
-        """The thread that saves has its turn, if it could: nobody here has a lock that it needs."""
+        """A thread that saves has its turn, if it could: nobody here has a lock that it needs."""
         store = self.store
         archive = archive_of(store)
         if archive is None or self.memory.lock._is_owned() or archive.disk._lock._is_owned():  # type: ignore[attr-defined]
             return
         before, self.interruptible = self.interruptible, False
         try:
-            if archive.work():
+            if store.conversations._soon.work():  # type: ignore[union-attr]
+                self.note("saved soon")
+            elif archive.work():
                 self.note("saved one")
         finally:
             self.interruptible = before
@@ -1254,10 +1257,11 @@ class World:
     def step(self) -> None:
         """One thing."""
         folder = self.folder is not None
+        waits = self.store is not None and len(self.store.conversations._soon._waiting) > 0
         weights: dict[Callable[[], None], float] = {
             self.turn: 7.0,
             self.chat: 4.0 if self.tight else 2.5,
-            self.save_some: 1.0 * folder,
+            self.save_some: (1.0 + 9.0 * waits) * folder,
             self.drained: 0.4 * folder,
             self.park: 0.5,
             self.wake: 0.8,
@@ -1464,6 +1468,7 @@ def worlds() -> Iterator[None]:
             if name.startswith("kvtier.") and vars(module).get("time") is time:
                 patch.setattr(module, "time", _TIME)
         patch.setattr(Archive, "background", False)
+        patch.setattr(Soon, "background", False)
         patch.setattr(Waker, "background", False)
         patch.setattr(Tail, "background", False)
         patch.setattr(LoadOrCompute, "choose", _choose)

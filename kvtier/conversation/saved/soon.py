@@ -16,7 +16,12 @@ class Soon:
 
     What waits already is not put there twice: it is saved as it is by then. The process does not end before all is
     saved. In a process that is forked nothing waits: the parent saves what it has put there.
+
+    Attributes:
+        background: whether a thread saves. Without one, whoever calls `work` or `join` does: a test says when.
     """
+
+    background = True
 
     def __init__(self) -> None:
         self.forked()
@@ -33,7 +38,7 @@ class Soon:
         """Save something soon."""
         with self._lock:
             self._waiting.setdefault(what, save)
-            if self._works and self._thread is not None and self._thread.is_alive():
+            if not self.background or (self._works and self._thread is not None and self._thread.is_alive()):
                 return
             # Python waits for its end before the process ends.
             self._thread = thread = threading.Thread(target=self._work, name="kvtier-turns", daemon=False)
@@ -47,21 +52,27 @@ class Soon:
 
     def join(self) -> None:
         """Return when all that was put there is saved, or cannot be."""
+        while not self.background and self.work():
+            pass
         with self._lock:
             thread = self._thread
         if thread is not None and thread.is_alive():
             thread.join()
 
+    def work(self) -> bool:
+        """Save what was put there first of what is not saved yet. Whether there was any."""
+        with self._lock:
+            what = next(iter(self._waiting), None)
+            if what is None:
+                self._works = False
+                return False
+            save = self._waiting.pop(what)  # first: what changes while it is saved is saved again
+        try:
+            save()
+        except Exception as error:  # nobody waits for it
+            _LOG.warning("What went on is not saved: %s", error)
+        return True
+
     def _work(self) -> None:
-        while True:
-            with self._lock:
-                what = next(iter(self._waiting), None)
-                if what is None:
-                    self._works = False
-                    return
-                save = self._waiting.pop(what)  # first: what changes while it is saved is saved again
-            try:
-                save()
-            except Exception as error:  # nobody waits for it
-                _LOG.warning("What went on is not saved: %s", error)
-            del what, save  # before somebody hears that all is done
+        while self.work():
+            pass
