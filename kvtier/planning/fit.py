@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
@@ -11,8 +12,8 @@ Point = TypeVar("Point")
 
 #: A relative error beyond this counts linearly, not squared: some measurements on a shared machine are disturbed.
 OUTLIER = 0.05
-#: Rounds of reweighting; the weights hardly change after half of them.
-_ROUNDS = 12
+#: Rounds of reweighting at the most, and the change of a weight below which another round finds nothing else.
+_ROUNDS, _SETTLED = 12, 1e-9
 
 
 def least_relative(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
@@ -38,7 +39,9 @@ def least_relative(rows: Sequence[Sequence[float]], values: Sequence[float]) -> 
     for _ in range(_ROUNDS):
         found = _not_negative(relative, weights)
         errors = [abs(_dot(row, found) - 1) for row in relative]
-        weights = [1.0 if x <= OUTLIER else OUTLIER / x for x in errors]
+        before, weights = weights, [1.0 if x <= OUTLIER else OUTLIER / x for x in errors]
+        if all(abs(a - b) <= _SETTLED for a, b in zip(before, weights, strict=True)):
+            break
     return found
 
 
@@ -103,12 +106,9 @@ def _not_negative(rows: Sequence[Sequence[float]], weights: Sequence[float]) -> 
 
 def _solve(rows: Sequence[Sequence[float]], weights: Sequence[float]) -> list[float]:
     """Least squares by the normal equations, Gauss with pivots. What is not determined is made small."""
-    n = len(rows[0])
-    matrix = [
-        [sum(w * row[i] * row[j] for row, w in zip(rows, weights, strict=True)) for j in range(n)]
-        + [sum(w * row[i] for row, w in zip(rows, weights, strict=True))]
-        for i in range(n)
-    ]
+    n, columns = len(rows[0]), [list(x) for x in zip(*rows, strict=True)]
+    weighted = [list(map(operator.mul, x, weights)) for x in columns]
+    matrix = [[_dot(x, y) for y in columns] + [sum(x)] for x in weighted]
     ridge = 1e-12 * max(matrix[i][i] for i in range(n))
     for i in range(n):
         matrix[i][i] += ridge
@@ -126,7 +126,7 @@ def _solve(rows: Sequence[Sequence[float]], weights: Sequence[float]) -> list[fl
 
 
 def _dot(a: Sequence[float], b: Sequence[float]) -> float:
-    return sum(x * y for x, y in zip(a, b, strict=True))
+    return sum(map(operator.mul, a, b))
 
 
 def line_of(points: Iterable[tuple[float, float]]) -> tuple[float, float]:

@@ -95,7 +95,7 @@ def test_a_longer_past_makes_computing_dearer() -> None:
 
 def chain(draw: random.Random, length: int) -> list[tuple[int, int]]:
     """Files of a sequence: the first token and the bytes of each."""
-    starts = [0, *sorted(draw.sample(range(1, length), draw.randrange(min(length - 1, 40))))]
+    starts = [0, *sorted(draw.sample(range(1, length), draw.randrange(min(length - 1, draw.choice((4, 40, 400))))))]
     return [(a, (b - a) * BYTES) for a, b in itertools.pairwise([*starts, length])]
 
 
@@ -130,6 +130,23 @@ def test_no_other_beginning_of_the_tail_is_expected_to_be_much_better(seed: int)
     chosen = choice.choose(SavedPrefix(files, length, past, more, step, batch=batch))
     assert chosen in ways
     assert seconds(chosen) <= 1.0501 * min(seconds(x) for x in ways)
+
+
+def test_choosing_among_more_files_takes_hardly_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long conversation has files by the hundred, and nothing is loaded before it is chosen."""
+    choice, looked, seconds = LoadOrCompute(), list[int](), Prefill.seconds
+    for new in (100, 1000, 4000):
+        choice.loaded(new * BYTES, new * 1e-3)
+        choice.computed(new, 0, 1, new * 1e-3)
+    monkeypatch.setattr(Prefill, "seconds", lambda *args: looked.append(0) or seconds(*args))
+    took = []
+    for count in (8, 2048):
+        looked.clear()
+        size = 2**15 // count
+        saved = SavedPrefix([(i * size, size * BYTES) for i in range(count)], 2**15, 0, 100, 16)
+        assert 0 < choice.choose(saved) < 2**15
+        took.append(len(looked))
+    assert took[1] <= 1.5 * took[0], took
 
 
 def test_beams_compute_each_token_for_every_row_and_load_it_once() -> None:

@@ -12,7 +12,7 @@ import itertools
 import math
 import statistics
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvtier.planning.fit import least_relative
@@ -28,6 +28,8 @@ MARGIN = 1.05
 SIZES_TELL = 2
 #: After so many times that something was computed, all is loaded: the disk may be faster by now.
 PROBE = 16
+#: Of the places where a tail may begin, those on each side of where computing and loading take as long.
+NEAR = 2
 
 
 class LoadOrCompute:
@@ -144,6 +146,7 @@ class LoadOrCompute:
             return below[-1] - below[max(bisect.bisect_right(firsts, start) - 1, 0)]
 
         cuts = [past, *sorted(start for start in starts if past < start < length), length]
+        cuts = self._next_to_crossing(cuts, saved.batch, nbytes_from)
         left = [nbytes_from(whole), *map(nbytes_from, cuts[1:-1]), 0]
         runs = [PrefixRun("device", past, 0)] + [
             PrefixRun("disk", cuts[i + 1] - cuts[i], left[i] - left[i + 1]) for i in range(len(cuts) - 1)
@@ -162,11 +165,30 @@ class LoadOrCompute:
         self._computed += 1
         return start
 
+    def _next_to_crossing(self, cuts: list[int], batch: int, nbytes_from: Callable[[int], int]) -> list[int]:
+        """Of the places where a tail may begin those that may be best, and both ends. A longer head takes longer to
+        compute, and its tail less to load: the longer of both is least where they cross. `decide` looks at each of its
+        runs, and a long conversation has files by the hundred."""
+        assert self._prefill is not None
+        computing, loading = self._slower()
+        prefill, past = self._prefill.seconds, cuts[0]
+
+        def is_bound_by_computing(start: int) -> bool:
+            load = loading * (self.seconds_to_load(nbytes_from(start)) or 0.0)
+            return computing * prefill(start - past, past, batch) >= load
+
+        at = bisect.bisect_left(cuts, True, 1, len(cuts) - 1, key=is_bound_by_computing)
+        return [*cuts[:1], *cuts[max(at - NEAR, 1) : min(at + NEAR, len(cuts) - 1)], *cuts[-1:]]
+
+    def _slower(self) -> tuple[float, float]:
+        """What computing and loading take while the other goes on, as multiples of what they take alone."""
+        return statistics.median(self._computed_overlapped), statistics.median(self._loads_overlapped)
+
     def _price(self) -> Prices:
         """What was learned, as `decide` takes it. What is loaded is then in host memory: it passes no link."""
         assert self._load is not None
         assert self._prefill is not None
-        computing, loading = map(statistics.median, (self._computed_overlapped, self._loads_overlapped))
+        computing, loading = self._slower()
         return Prices(
             self._prefill.seconds,
             up=math.inf,
