@@ -138,7 +138,8 @@ class LayerKV:
         if self.length and keys.shape[0] != self.batch:
             raise MismatchError(
                 f"The batch has {keys.shape[0]} rows, and the cache holds {self.batch} (layer {self.index}). Continue "
-                "with the same batch, select rows with `batch_select_indices`, or `reset()`."
+                "with the same batch, select rows with `batch_select_indices`, repeat them with "
+                "`batch_repeat_interleave` (for beams, or several answers), or `reset()`."
             )
 
     def check_kind(self, keys: torch.Tensor, values: torch.Tensor) -> None:

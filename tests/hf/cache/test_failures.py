@@ -225,6 +225,18 @@ def test_what_does_not_fit_a_used_cache_is_refused_and_harms_nothing(
     assert torch.equal(generate(model, cache, first), expected)
 
 
+def test_who_wants_beams_of_a_warm_cache_of_one_row_is_told_how() -> None:
+    model = tiny_model("llama")
+    beams = {"max_new_tokens": 4, "do_sample": False, "num_beams": 3, "return_dict_in_generate": True}
+    with tiered_cache(model, ROOMY, block_size=BLOCK_SIZE) as cache:
+        first = model.generate(PROMPT[:1], past_key_values=cache, max_new_tokens=4, do_sample=False)
+        with pytest.raises(MismatchError, match="repeat them with `batch_repeat_interleave`"):
+            model.generate(first, past_key_values=cache, **beams)
+        cache.batch_repeat_interleave(3)
+        found = model.generate(first, past_key_values=cache, **beams).sequences
+    assert torch.equal(found, model.generate(first, **beams).sequences)
+
+
 @pytest.mark.parametrize("misuse", MISUSES)
 def test_after_reset_anything_fits(misuse: str) -> None:
     model = tiny_model("llama")
