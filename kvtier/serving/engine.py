@@ -468,6 +468,7 @@ class Engine:
         with self._loop.stepping, requests.lock, requests.change:
             requests.closed = True
             requests.cancel_all()
+        self.stop()  # a thread that another one has started meanwhile
         self._runner.close()
         if self._prefixes is not None:
             self._prefixes.close()

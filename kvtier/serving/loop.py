@@ -216,6 +216,8 @@ class Loop:
                 if self._stopping:
                     return
             with self.stepping:
+                if requests.closed:  # meanwhile: there is nothing to do, and nobody to tell
+                    return
                 try:
                     self._step()
                 except Exception as error:

@@ -130,6 +130,33 @@ def test_a_close_that_is_interrupted_at_any_line_is_done_by_another_one() -> Non
         left += max(199 // TIMES, 1)
 
 
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_thread_that_is_started_while_an_engine_is_closed_ends_and_leaves_nothing(
+    busy: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory = TieredMemory(host_budget="8MiB")
+    engine = Engine(model_of("llama"), memory=memory, block_size=4)
+    engine.start()
+    stop = engine.stop
+
+    def stops_before_another_starts() -> None:
+        engine.stop = stop  # type: ignore[method-assign]
+        stop()
+        with engine._loop.stepping:  # as whoever asks for a step: the new thread waits for it
+            names.extend(add(engine) if busy else [])
+            starts = threading.Thread(target=engine.start)
+            starts.start()
+            starts.join(60)
+
+    names = list[str]()
+    engine.stop = stops_before_another_starts  # type: ignore[method-assign]
+    engine.close()
+    assert not engine.alive
+    assert {engine.output(name).finish_reason for name in names} <= {"cancelled", "length"}
+    assert not caplog.records
+    memory.close()  # raises where somebody has not left
+
+
 def test_a_batch_that_is_cut_short_leaves_no_request_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     wait = threading.Condition.wait
 
