@@ -243,7 +243,7 @@ class Requests:
             cached = 0 if self._prefixes is None else self._prefixes.begin(request)
             if not cached:
                 request.sequence = self._runner.add()
-            if request.output.first_token is None:
+            if request.output.first_token is None or not request.begun:
                 # What it finds when it begins again may be its own work.
                 most = request.output.cached_tokens if request.begun else len(request.output.prompt_ids)
                 request.output.cached_tokens = min(cached, most)
@@ -266,13 +266,17 @@ class Requests:
         if self._prefixes is not None:
             try_to_keep(self._prefixes.computed, request)
 
-    def fork(self, request: Request) -> None:
-        """The other samples of a prompt that is there now go on with its blocks, or wait where they cannot."""
+    def fork(self, request: Request, most: int) -> None:
+        """The other samples of a prompt that is there now go on with its blocks, or wait where they cannot.
+
+        Args:
+            most: that run at a time.
+        """
         for sample in request.samples:
             if sample.done.is_set():
                 continue
             try:
-                sequence = self._runner.fork(request.sequence)
+                sequence = self._runner.fork(request.sequence) if len(self.running) < most else None
             except AssertionError:
                 raise  # of no request: what is counted does not agree
             except Exception as error:
@@ -285,6 +289,7 @@ class Requests:
             sample.key, sample.changes = request.key, request.changes
             sample.job.running, sample.job.cached = True, request.job.cached
             sample.output.cached_tokens = len(sample.output.prompt_ids)
+            sample.begun = True
             self.running[sample.job] = sample
         request.samples = []
 

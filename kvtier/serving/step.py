@@ -325,7 +325,7 @@ class StepRunner:
                 if row is None or request.output.first_token is None:
                     requests.computed(request)
                 if request in found:
-                    requests.fork(request)
+                    requests.fork(request, self._max_running)
             for request, chosen in found.items():
                 if isinstance(chosen, Exception):
                     requests.end(request, "error", chosen)

@@ -103,6 +103,25 @@ def test_loads_agree_while_requests_come_and_go() -> None:
         assert (load.running, load.waiting, load.blocks) == (0, 0, 0)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+def test_no_more_sequences_of_a_prompt_run_at_a_time_than_may(family: str) -> None:
+    model, found = build_model(family, "sdpa"), list[list[list[int]]]()
+    options = {"max_new_tokens": 4, "do_sample": True, "seed": 3, "num_return_sequences": 5}
+    for most in (2, 256):
+        engine = Engine(model, host_budget="8MiB", block_size=4, max_running=most)
+        name = engine.add_request(PROMPT, **options)
+        while engine.step():
+            engine.check_integrity()
+            assert engine.load.running <= most
+        outputs = [engine.output(each) for each in (name, *(f"{name}#{i}" for i in range(1, 5)))]
+        # Copies of states are made before the last token of a prompt, and who waits goes on from these.
+        least = len(PROMPT) - (family == "qwen3_next")
+        assert all(each.cached_tokens >= least for each in outputs[1:])
+        found.append([each.generated_tokens for each in outputs])
+        engine.close()
+    assert found[0] == found[1]
+
+
 def test_a_load_is_up_to_date_where_no_step_is_under_way() -> None:
     model = build_model("llama", "sdpa")
     engine = Engine(model, host_budget="8MiB", block_size=4)
