@@ -321,7 +321,7 @@ class StepRunner:
         with requests.lock, requests.change:
             for (request, each), row in zip(work, scores, strict=True):
                 request.job.cached += each.tokens
-                requests.shares.serve(request.job.tenant, each.tokens, int(row is not None))
+                requests.shares.serve(request.job.tenant, each.tokens, 0)
                 if row is None or request.output.first_token is None:
                     requests.computed(request)
                 if request in found:
@@ -340,6 +340,7 @@ class StepRunner:
         if request.output.first_token is None:
             request.output.first_token = now
         request.give(chosen)
+        self._requests.shares.serve(request.job.tenant, 0, 1)
         reason = self._requests.ends(request)
         if reason:
             self._requests.end(request, reason)

@@ -14,6 +14,7 @@ from families import build_model
 
 from kvtier import Engine, Policy, TieredMemory
 from kvtier.planning.policy import Candidate, Victims
+from kvtier.scheduling.shares import GENERATED
 from kvtier.serving.request import EngineLoad
 
 PROMPT = list(range(1, 12))
@@ -120,6 +121,16 @@ def test_no_more_sequences_of_a_prompt_run_at_a_time_than_may(family: str) -> No
         found.append([each.generated_tokens for each in outputs])
         engine.close()
     assert found[0] == found[1]
+
+
+def test_a_tenant_was_served_what_was_computed_for_it_and_each_token_that_it_has() -> None:
+    engine = Engine(build_model("llama", "sdpa"), host_budget="8MiB", block_size=4, max_batch_tokens=4)
+    engine.add_request(PROMPT, max_new_tokens=3, do_sample=True, seed=3, num_return_sequences=4, tenant="a")
+    while engine.step():
+        pass
+    computed = len(PROMPT) + 4 * (3 - 1)  # of each sequence all but the last token
+    assert engine._requests.shares.served == {"a": computed + GENERATED * 4 * 3}
+    engine.close()
 
 
 def test_a_load_is_up_to_date_where_no_step_is_under_way() -> None:
