@@ -8,7 +8,7 @@ import math
 
 from kvtier.cli.arguments import positive, tokens
 from kvtier.cli.plan.plot import check
-from kvtier.config import parse_bytes
+from kvtier.config import format_size, parse_bytes
 from kvtier.errors import ConfigError
 from kvtier.planning.hardware.machines import MACHINES, machine
 from kvtier.scheduling.names import scheduler_of
@@ -111,7 +111,13 @@ def run(args: argparse.Namespace) -> int:
     block = size * model.layers * model.kv_bytes
     device = parse_bytes("--device-budget", args.device_budget) // block
     host = parse_bytes("--host-budget", args.host_budget) // block
-    profile = Profile(machine(args.device), model, device, host, size, overhead=2e-3, write_through=host > 0)
+    where = machine(args.device)
+    if device * block + model.weight_bytes > where.device_bytes:
+        raise ConfigError(
+            f"--device-budget {args.device_budget} and the weights of {args.model}, {format_size(model.weight_bytes)}, "
+            f"are more than the {format_size(where.device_bytes)} of the {args.device}."
+        )
+    profile = Profile(where, model, device, host, size, overhead=2e-3, write_through=host > 0)
     requests, load = _load(args, size)
     ways = None if args.preempt == "price" else args.preempt
     found: dict[str, Outcome] = {}
@@ -121,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         common = {"simulated": True, "load": load, "requests": len(requests), "device": args.device}
         common |= {"model": args.model, "device_blocks": device, "host_blocks": host, "block_size": size}
-        print(json.dumps(common | {"schedulers": {name: x.figures() for name, x in found.items()}}, indent=1))
+        print(json.dumps(common | {"schedulers": {name: _as_json(x) for name, x in found.items()}}, indent=1))
     else:
         print(f"Simulated: {args.model} on {args.device} by its datasheet; {len(requests)} requests, {load}.")
         print(f"KV: {device:,} blocks of {size} tokens on the device, {host:,} on the host.\n")
@@ -170,6 +176,11 @@ def _load(args: argparse.Namespace, size: int) -> tuple[list[Request], str]:
         return found, f"generated: {count} conversations, {args.rate:g} begin in a second"
     found = poisson(args.count, args.rate, prompt, output, seed=args.seed, tenants=args.tenants)
     return found, f"generated: {args.rate:g} in a second"
+
+
+def _as_json(outcome: Outcome) -> dict[str, float | None]:
+    """Figures by name; None, for JSON has no NaN: nothing has one, as the seconds per token of answers of one token."""
+    return {name: x if math.isfinite(x) else None for name, x in outcome.figures().items()}
 
 
 def _table(found: dict[str, Outcome]) -> str:

@@ -28,6 +28,17 @@ def test_a_generated_load_as_a_table_and_as_json(capsys: pytest.CaptureFixture[s
     assert f"{found['schedulers']['fair']['ttft_p99']:.4g}" in printed
 
 
+def test_a_figure_that_nothing_has_is_null_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--count", "2", "--output", "1", "--scheduler", "fcfs", "--json"]) == 0
+
+    def refused(name: str) -> None:
+        raise AssertionError(f"JSON has no {name}")
+
+    found = json.loads(capsys.readouterr().out, parse_constant=refused)["schedulers"]["fcfs"]
+    assert found["tpot_mean"] is None, "no answer has a second token"
+    assert found["ttft_mean"] > 0
+
+
 def test_conversations_are_re_used_by_a_stateful_engine(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["bench", "--turns", "4", "--count", "40", "--scheduler", "fcfs", "--json"]
     reused = []
@@ -50,6 +61,7 @@ def test_conversations_are_re_used_by_a_stateful_engine(capsys: pytest.CaptureFi
         (["--device", "abacus"], "No machine 'abacus' is known"),
         (["--scheduler", "luck"], "scheduler='luck'"),
         (["--device-budget", "1MiB"], "takes more blocks than the 0 of the device"),
+        (["--device", "rtx4090"], "16GiB and the weights of llama-3.1-8b, 15 GiB, are more than the 22.4 GiB"),
         (["--count", "5", "--plot", "bench"], "the ending of the name"),
         (["--count", "5", "--plot", "none/bench.png"], "there is no folder 'none'"),
         (["--count", "5", "--plot", ""], "the ending of the name"),

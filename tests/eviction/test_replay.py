@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import random
@@ -147,3 +148,7 @@ def test_files_are_read_and_others_refused(tmp_path: Path) -> None:
         mooncake(file)
     with pytest.raises(ConfigError, match="cannot be read"):
         mooncake(tmp_path / "none")
+    file.write_bytes(b"\x1f\x8b\x08")
+    for read in (mooncake, functools.partial(azure, conversations=1)):
+        with pytest.raises(ConfigError, match="is no text"):
+            read(file)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import ConfigError
+from kvtier.eviction.replay.traces import azure as replayed_azure
 from kvtier.planning.hardware.machines import COPY, LAUNCHES, OF_DEVICE_MEMORY, OF_FLOPS, OF_LINK
 from kvtier.scheduling.fair import Fair
 from kvtier.scheduling.fcfs import FirstComeFirstServed
@@ -131,6 +133,10 @@ def test_a_request_that_can_never_fit_is_refused(profile: Profile) -> None:
     simulate([Request(0.0, 100, 60)], profile, FirstComeFirstServed(), check=True)
 
 
+#: Of a Mooncake trace.
+_ROW = '{{"timestamp": {}, "input_length": 700, "output_length": 5, "hash_ids": [7, 8]}}\n'
+
+
 def test_traces_are_read(tmp_path: Path) -> None:
     file = tmp_path / "azure.csv"
     file.write_text(
@@ -139,9 +145,56 @@ def test_traces_are_read(tmp_path: Path) -> None:
     )
     assert azure(file, scale=2.0) == [Request(0.0, 374, 44), Request(2.0, 10, 2)]
     other = tmp_path / "mooncake.jsonl"
-    other.write_text('{"timestamp": 3000, "input_length": 700, "output_length": 5, "hash_ids": [7, 8]}\n')
-    (found,) = mooncake(other, block_size=256)
-    assert found == Request(3.0, 700, 5, ((7, 0), (7, 1)))
+    other.write_text(_ROW.format(9000) + _ROW.format(6000))
+    keys = ((7, 0), (7, 1))
+    assert mooncake(other, block_size=256) == [Request(3.0, 700, 5, keys), Request(0.0, 700, 5, keys)]
     for path, read in ((other, azure), (file, mooncake), (tmp_path / "none", azure)):
         with pytest.raises(ConfigError, match="not a"):
             read(path)
+
+
+def test_figures_of_a_trace_do_not_depend_on_when_it_begins(tmp_path: Path, profile: Profile) -> None:
+    file, found = tmp_path / "mooncake.jsonl", []
+    for began in (0, 3_600_000):
+        file.write_text("".join(_ROW.replace("700", "30").format(began + 500 * i) for i in range(4)))
+        outcome = simulate(mooncake(file), profile, FirstComeFirstServed())
+        found.append(outcome.figures())
+    assert found[0] == found[1]
+
+
+def test_arrivals_do_not_depend_on_the_zone_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "azure.csv"
+    # A whole second has no fraction in the trace of 2024, so its line is shorter.
+    times = ["2024-05-10 00:00:00.500000+00:00", "2024-05-10 00:00:01+00:00", "2024-05-10 00:00:01.500000+00:00"]
+    before_and_after_summer = ["2023-10-29 01:59:59.5000000", "2023-10-29 03:00:00.5000000"]
+    monkeypatch.setenv("TZ", "Europe/Berlin")
+    time.tzset()
+    try:
+        for some, arrived in ((times, [0.0, 0.5, 1.0]), (before_and_after_summer, [0.0, 3601.0])):
+            file.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(f"{x},9,2\n" for x in some))
+            assert [x.arrived for x in azure(file)] == arrived
+            assert [x.time for x in replayed_azure(file, conversations=1)] == arrived
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+
+
+@pytest.mark.parametrize(
+    ("read", "content", "words"),
+    [
+        (mooncake, "", "it has no request"),
+        (mooncake, _ROW.format("NaN"), "the timestamp nan is no time"),
+        (mooncake, _ROW.format("1e999"), "the timestamp inf is no time"),
+        (mooncake, _ROW.format(0).replace("[7, 8]", "[[7], 8]"), "unhashable type: 'list'"),
+        (mooncake, _ROW.format(0).replace("700", "700.5"), "'float' object cannot be interpreted as an integer"),
+        (mooncake, _ROW.format(0).replace(": 5", ": 5.5"), "'float' object cannot be interpreted as an integer"),
+        (azure, "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "x" * 200_000, "field larger than field limit"),
+    ],
+)
+def test_a_file_that_no_engine_can_serve_is_no_trace(
+    read: Callable[[Path], list[Request]], content: str, words: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "trace"
+    file.write_text(content)
+    with pytest.raises(ConfigError, match=f"not an? .* trace: .*{words}"):
+        read(file)

@@ -82,9 +82,10 @@ def azure(path: str | Path, *, conversations: int, seed: int = 0, block: int = 5
         raise ConfigError(f"{path}: not an Azure LLM inference trace, whose first line names TIMESTAMP.")
     for row in reader:
         try:
-            # A fraction of seven digits is one too many for datetime.
-            time = datetime.datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
-            rows.append((time, int(row["ContextTokens"]), int(row["GeneratedTokens"])))
+            came = datetime.datetime.fromisoformat(row["TIMESTAMP"])
+            # One without a zone is of UTC, as those with one are: this machine's zone changes no arrival.
+            came = came if came.tzinfo else came.replace(tzinfo=datetime.UTC)
+            rows.append((came.timestamp(), int(row["ContextTokens"]), int(row["GeneratedTokens"])))
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"{path}, line {reader.line_num}: not a request of an Azure LLM inference trace, which has TIMESTAMP, "
@@ -178,3 +179,5 @@ def _lines(path: str | Path) -> Iterator[str]:
             yield from stream
     except OSError as error:
         raise ConfigError(f"the trace {path} cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the trace {path} is no text: {error}.") from error

@@ -6,8 +6,10 @@ import csv
 import datetime
 import json
 import math
+import operator
 import random
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from kvtier.errors import ConfigError
@@ -104,10 +106,11 @@ def azure(path: str | Path, *, scale: float = 1.0, lengths: float = 1.0, count: 
     try:
         with Path(path).open(encoding="utf-8", newline="") as lines:
             for row in csv.DictReader(lines):
-                # A fraction of seven digits is one too many for datetime.
-                time = datetime.datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
-                rows.append((time, int(row["ContextTokens"]), int(row["GeneratedTokens"])))
-    except (OSError, KeyError, ValueError, TypeError) as error:
+                came = datetime.datetime.fromisoformat(row["TIMESTAMP"])
+                # One without a zone is of UTC, as those with one are: this machine's zone changes no arrival.
+                came = came if came.tzinfo else came.replace(tzinfo=datetime.UTC)
+                rows.append((came.timestamp(), int(row["ContextTokens"]), int(row["GeneratedTokens"])))
+    except (OSError, KeyError, ValueError, TypeError, csv.Error) as error:
         raise ConfigError(f"{path}: not an Azure LLM inference trace: {_why(error)}.") from error
     if not rows:
         raise ConfigError(f"{path}: not an Azure LLM inference trace: it has no request.")
@@ -142,14 +145,19 @@ def mooncake(
                 if count is not None and len(found) == count:
                     break
                 row = json.loads(line)
-                hashes: Sequence[Hashable] = row["hash_ids"]
-                keys = tuple((x, j) for x in hashes for j in range(parts))
-                whole = keys[: row["input_length"] // block_size]
+                prompt, output = (operator.index(row[name]) for name in ("input_length", "output_length"))
+                keys = tuple((x, j) for x in row["hash_ids"] for j in range(parts))
+                hash(keys)  # a TypeError, where one is no key
                 time = row["timestamp"] / 1000 / scale
-                found.append(Request(time, row["input_length"], max(row["output_length"], 1), whole))
+                if not math.isfinite(time):
+                    raise ValueError(f"the timestamp {row['timestamp']} is no time")
+                found.append(Request(time, prompt, max(output, 1), keys[: prompt // block_size]))
     except (OSError, KeyError, ValueError, TypeError) as error:
         raise ConfigError(f"{path}: not a Mooncake trace: {_why(error)}.") from error
-    return found
+    if not found:
+        raise ConfigError(f"{path}: not a Mooncake trace: it has no request.")
+    began = min(request.arrived for request in found)
+    return [replace(request, arrived=request.arrived - began) for request in found]
 
 
 def _why(error: Exception) -> str:
