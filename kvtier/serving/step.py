@@ -28,6 +28,10 @@ _PAUSE = 0.001
 _COPIES = 16
 #: Times that failures may cost a request what it had computed.
 _MOST_LOST = 2
+_APART = (
+    "The model is divided over processes, which do not compute the same requests: add the same ones in the same order "
+    "in each of them; those that sample with a `seed`. With spill=False, give preemption='swap' or 'recompute'."
+)
 
 
 class StepRunner:
@@ -76,6 +80,7 @@ class StepRunner:
         self._spill = spill
         self._clock = clock if runner.processes is None else runner.processes.clock(clock)
         self._apart = 0  # plans in a row in which the processes of the model differed
+        self._given: list[Request] = []  # those that were given a token in this step
         self._copied = copied
         self.max_tokens = max_tokens
         self.count = 0
@@ -94,6 +99,7 @@ class StepRunner:
         if not work:
             return True
         self.count += 1
+        self._given = []
         began = self._clock()
         for group in self._runner.forwards([each for _, each in work]):
             # Who was preempted for the sake of a part before has no part any more.
@@ -103,6 +109,7 @@ class StepRunner:
         took, tokens = self._clock() - began, sum(each.tokens for _, each in work)
         self._runner.took(took)
         self._costs.observe(tokens, sum(each.tokens * (each.cached + each.tokens) for _, each in work), took)
+        self._check_given(work)
         if self.count % _COPIES == 0:
             self._costs.copied(self._copied())
         return True
@@ -143,12 +150,17 @@ class StepRunner:
         self._requests.books.interrupted = True
         self._apart += 1
         if self._apart > _MOST_LOST:
-            raise ConfigError(
-                "The model is divided over processes, which do not compute the same requests: add the same ones in the "
-                "same order in each of them; those that sample with a `seed`. With spill=False, give "
-                "preemption='swap' or 'recompute'."
-            )
+            raise ConfigError(_APART)
         return False
+
+    def _check_given(self, work: list[tuple[Request, Work]]) -> None:
+        """Raise `ConfigError` unless all processes of the model have given the same tokens, and let the same requests
+        end. One whose requests have all ended computes no step any more, in which the others could tell."""
+        processes, given = self._runner.processes, dict.fromkeys([*(x for x, _ in work), *self._given])
+        if processes is not None and not processes.same(
+            [(x.name, len(x.ids), x.ids[-1], x.output.finish_reason) for x in given]
+        ):
+            raise ConfigError(_APART)
 
     def _plan(self) -> Step:
         """What the scheduler says where nobody is let in who waits for what another one computes. Holds the lock."""
@@ -326,6 +338,7 @@ class StepRunner:
                     requests.computed(request)
                 if request in found:
                     requests.fork(request, self._max_running)
+            self._given += found
             for request, chosen in found.items():
                 if isinstance(chosen, Exception):
                     requests.end(request, "error", chosen)

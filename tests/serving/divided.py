@@ -50,6 +50,11 @@ def main(folder: str) -> None:
         if not rank:  # what it keeps is of no use to it alone
             engine._prefixes.reset()  # type: ignore[union-attr]
         assert found(engine, PROMPTS) == right
+        # The end of one that is shorter, and the last token, are not seen in a next step: one has none.
+        for differs in ({"max_new_tokens": NEW + rank}, {"max_new_tokens": 1, "do_sample": True, "seed": rank}):
+            with pytest.raises(ConfigError, match="do not compute the same requests"):
+                engine.generate_batch(PROMPTS[:2], **({"do_sample": False} | differs))
+        assert found(engine, PROMPTS) == right
         mixed = PROMPTS if rank else PROMPTS[::-1]
         with pytest.raises(ConfigError, match="do not compute the same requests"):
             found(engine, mixed)
