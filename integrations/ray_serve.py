@@ -65,8 +65,24 @@ class Chat:
 
     async def answer(self, ids: list[int], conversation: str, max_new_tokens: int) -> dict[str, Any]:
         """What follows a history, and how much of that was kept here."""
-        name = self.engine.add_request(ids, conversation=conversation, max_new_tokens=max_new_tokens, do_sample=False)
-        output = await asyncio.to_thread(self.engine.wait, name)
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        outputs: list[kvtier.RequestOutput] = []
+
+        def heard(output: kvtier.RequestOutput) -> None:  # in the engine's thread
+            if output.is_finished():
+                outputs.append(output)
+                loop.call_soon_threadsafe(ended.set)
+
+        # No thread waits for an answer: Python has few for that, and a short answer would come behind long ones.
+        name = self.engine.add_request(
+            ids, conversation=conversation, max_new_tokens=max_new_tokens, do_sample=False, listener=heard
+        )
+        try:
+            await ended.wait()
+        except asyncio.CancelledError:  # the client has left
+            self.engine.cancel(name)
+            raise
+        output = outputs[0]
         if output.error is not None:
             raise output.error
         return {"tokens": output.generated_tokens, "cached": output.cached_tokens, "replica": self.replica}

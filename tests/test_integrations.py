@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
+import runpy
 import subprocess
+import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 FOLDER = Path(__file__).resolve().parent.parent / "integrations"
 
@@ -19,8 +25,6 @@ def runner() -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    import sys
-
     sys.modules[spec.name] = module  # dataclasses look for it
     spec.loader.exec_module(module)
     return module
@@ -47,6 +51,58 @@ def test_replicas_of_ray_serve_keep_their_conversations(runner: ModuleType) -> N
     result, said = runner.run("ray")
     assert result == "passed", said
     assert "the same tokens: yes" in said
+
+
+@pytest.fixture
+def chat(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+    """A replica's object of `ray_serve.py`, without Ray."""
+    serve = SimpleNamespace(
+        deployment=lambda **_: lambda kind: kind, get_replica_context=lambda: SimpleNamespace(rank=0)
+    )
+    router = SimpleNamespace(ConsistentHashRouter=None)
+    for name, module in {
+        "ray": SimpleNamespace(serve=serve),
+        "ray.serve": serve,
+        "ray.serve.config": SimpleNamespace(RequestRouterConfig=lambda **_: None),
+        "ray.serve.experimental.consistent_hash_router": router,
+    }.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    script = runpy.run_path(str(FOLDER / "ray_serve.py"))
+    threads = torch.get_num_threads()
+    made = script["Chat"](str(script["PYLM"]), str(tmp_path))
+    yield made
+    made.engine.close()
+    made.store.close()
+    torch.set_num_threads(threads)
+
+
+def test_a_replica_computes_nothing_more_for_a_client_that_has_left(chat: Any) -> None:
+    async def leave() -> None:
+        asked = asyncio.create_task(chat.answer([5, 6, 7], "ada", 2000))
+        while not chat.engine.steps:
+            await asyncio.sleep(0.01)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+
+    asyncio.run(leave())
+    deadline = time.monotonic() + 20
+    while chat.engine.load.running and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert chat.engine.load.running == 0
+    assert chat.engine.steps < 1500
+
+
+def test_an_answer_of_a_replica_comes_when_it_is_there_however_many_others_are_waited_for(chat: Any) -> None:
+    async def ask() -> None:
+        # More than the threads that Python has for what blocks.
+        long = [asyncio.create_task(chat.answer([5, 6, 8 + i], f"long {i}", 60)) for i in range(40)]
+        await asyncio.sleep(0)
+        assert len((await chat.answer([9, 9], "short", 1))["tokens"]) == 1
+        assert not any(each.done() for each in long)
+        assert {len(each["tokens"]) for each in await asyncio.gather(*long)} == {60}
+
+    asyncio.run(ask())
 
 
 def test_what_cannot_be_installed_is_skipped_with_the_reason(
