@@ -202,3 +202,12 @@ def test_a_machine_that_cannot_serve_is_refused() -> None:
         replay_tiers([], machine(), LRU)
     with pytest.raises(ConfigError, match="does not fit the device of 5"):
         replay_tiers(conversations(1, 3, 1.0), machine(5), LRU)
+
+
+def test_one_of_a_hundred_exceeds_the_99th_percentile() -> None:
+    for count in (100, 300):
+        found = Replayed(first=[float(i) for i in range(count, 0, -1)])
+        assert sum(x > found.percentile(0.99) for x in found.first) == count // 100
+        assert sum(x > found.percentile(0.5) for x in found.first) == count // 2
+    assert Replayed(first=[1.0, 2.0]).percentile(1.0) == 2.0
+    assert Replayed(first=[3.0]).percentile(0.99) == 3.0

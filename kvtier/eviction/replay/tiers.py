@@ -108,7 +108,7 @@ class Replayed:
 
     def percentile(self, part: float) -> float:
         """Of the seconds to the first token: 0.99 gives that which one of a hundred exceeds."""
-        return sorted(self.first)[min(int(part * len(self.first)), len(self.first) - 1)]
+        return sorted(self.first)[max(math.ceil(part * len(self.first)) - 1, 0)]
 
 
 class Level:
