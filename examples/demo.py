@@ -361,8 +361,11 @@ def plot(file: Path, ways: list[Way], title: str) -> None:
 
 def demo(args: argparse.Namespace) -> bool:
     """The whole demo. Returns whether the tokens are equal."""
-    if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise UsageError("--plot needs matplotlib: pip install 'kvtier[plot]'.")
+    if args.plot is not None:  # before minutes of computing
+        if importlib.util.find_spec("matplotlib") is None:
+            raise UsageError("--plot needs matplotlib: pip install 'kvtier[plot]'.")
+        if args.plot.is_dir() or not args.plot.parent.is_dir():
+            raise UsageError(f"--plot {args.plot}: name a file in a folder that is there.")
     say(bold("kvtier demo"))
     say("  loading ... ", end="")
     model, tokenizer = load(args.model)

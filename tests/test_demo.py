@@ -41,6 +41,15 @@ def test_what_cannot_be_done_is_a_sentence(demo: ModuleType, capsys: pytest.Capt
     assert "device_budget" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("file", ["nowhere/out.png", "."])
+def test_a_file_that_cannot_be_drawn_into_is_said_before_anything_is_computed(
+    demo: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, file: str
+) -> None:
+    monkeypatch.delattr(demo, "load")
+    assert demo.main(["--plot", str(tmp_path / file)]) == 2
+    assert "name a file in a folder that is there" in capsys.readouterr().err
+
+
 def test_other_tokens_are_a_failure(demo: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     good = demo.Way("DynamicCache", 100, 1.0, True)
     stats = demo.CacheStats()
