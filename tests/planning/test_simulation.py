@@ -51,6 +51,7 @@ def test_a_policy_by_name_decides_as_the_object_does(name: str) -> None:
         {"context": 0.5},
         {"kept": (1.0, 1.5)},
         {"kept": (0.0,)},
+        {"kept": 0.5},
     ],
     ids=str,
 )

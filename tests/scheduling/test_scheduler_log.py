@@ -44,6 +44,12 @@ def logged_run(path: Path, profile: Profile, seed: int, name: str = "fair", ways
         return simulated(profile, scheduler, seed, ways)
 
 
+def test_a_log_without_steps_says_when_a_scheduler_is_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    LoggedScheduler("fair", tmp_path / "schedule.jsonl").close()
+    assert main(["replay", str(tmp_path / "schedule.jsonl")]) == 1
+    assert "A scheduler is asked at each step" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("ways", [None, "swap", "recompute"])
 @pytest.mark.parametrize("name", ["fair", "fcfs"])
 @pytest.mark.parametrize("seed", range(4))

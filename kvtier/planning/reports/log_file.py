@@ -99,6 +99,13 @@ def header(path: str | Path) -> dict[str, Any]:
     return next((line for number, line in _lines(path) if number == 1), {})
 
 
+#: When who decides is asked.
+_ASKED = {
+    "policy": "A policy is asked once blocks leave the device, as with a smaller device_budget, or in a longer run.",
+    "scheduler": "A scheduler is asked at each step of an engine that has requests.",
+}
+
+
 @dataclass(slots=True)
 class Replay:
     """A run that was decided again.
@@ -108,12 +115,14 @@ class Replay:
         kinds: how many of each: "plan", "victims", "write_back", "load_from".
         differences: (line of the log, kind, the answer in the log, the answer now).
         cut: the line in the middle of which the log ends; None: it is whole.
+        decides: who was asked: "policy", "scheduler".
     """
 
     decisions: int = 0
     kinds: Counter[str] = field(default_factory=Counter)
     differences: list[tuple[int, str, object, object]] = field(default_factory=list)
     cut: int | None = None
+    decides: str = "policy"
 
     def __str__(self) -> str:
         said = [self._compared()]
@@ -125,10 +134,7 @@ class Replay:
 
     def _compared(self) -> str:
         if not self.decisions:
-            return (
-                "Nothing was compared: the log has no decisions. A policy is asked once blocks leave the device, as "
-                "they do with a smaller device_budget, or in a longer run."
-            )
+            return f"Nothing was compared: the log has no decisions. {_ASKED[self.decides]}"
         counts = ", ".join(f"{n} of {kind}" for kind, n in sorted(self.kinds.items()))
         if not self.differences:
             return f"{self.decisions} decisions ({counts}): all the same."
@@ -152,7 +158,7 @@ def decided_again(path: str | Path, kind: str, decides: str, ask: Callable[[dict
         ConfigError: the file is no such log, or who answers fails at one of its questions.
         OSError: it cannot be read.
     """
-    found, cut = Replay(), list[int]()
+    found, cut = Replay(decides=decides), list[int]()
     for number, line in _lines(path, cut):
         if number == 1:
             if line.get("log") != kind:

@@ -67,6 +67,8 @@ class Load:
         parse_count("context", self.context, 0, "tokens")
         for name, what in _COUNTED.items():
             parse_count(name, getattr(self, name), 1, what)
+        if not isinstance(self.kept, (tuple, list)):
+            raise ConfigError(f"kept={self.kept!r}: give a tuple, with a part for each kind of layer.")
         for part in self.kept:
             parse_share("kept", part)
         if not self.tiered:
