@@ -120,6 +120,7 @@ class CudaTransfers(TransferEngine):
 
     asynchronous = True
     has_own_clock = True
+    pageable_copies_block = True
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)

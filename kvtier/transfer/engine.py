@@ -209,11 +209,14 @@ class TransferEngine(ABC):
         device: where attention runs.
         asynchronous: whether work goes on behind the CPU's back, so that `mark` has something to say.
         has_own_clock: whether `stamp` gives points of the device's work; else the CPU's time serves.
+        pageable_copies_block: whether a copy to or from host memory that is not page-locked blocks the CPU until the
+            device has come to it.
         stream: the compute stream that was used last, see `follow`; None where everything runs at once, or none was.
     """
 
     asynchronous = False
     has_own_clock = False
+    pageable_copies_block = False
     stream: object = None
 
     def __init__(self, device: torch.device) -> None:

@@ -100,6 +100,7 @@ class Asynchronous(Watched):
     """As a CUDA device seems to the CPU, though it computes at once."""
 
     asynchronous = True
+    pageable_copies_block = True
 
     def mark(self) -> Event:
         """A point that passes later."""

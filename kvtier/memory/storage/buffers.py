@@ -229,8 +229,8 @@ class IoBuffers:
         with torch.inference_mode(False):
             return IoBuffer(torch.empty(nbytes, dtype=torch.uint8, device="cpu"), shape, v_dim, dtype)
 
-    def blocks(self, buffer: IoBuffer) -> bool:
-        """Whether copies between the buffer and a device block the CPU: it is not page-locked."""
+    def is_pageable(self, buffer: IoBuffer) -> bool:
+        """Whether a buffer is not page-locked."""
         return not self._slabs.is_mapped(buffer.data)
 
     def release(self) -> None:
