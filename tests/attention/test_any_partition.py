@@ -22,7 +22,7 @@ from kvtier.memory.blocks.block import State
 from kvtier.memory.storage.buffers import IoBuffers
 from kvtier.memory.tiered import EngineFactory, default_engine
 from kvtier.testing import held
-from kvtier.transfer.engine import Transfer
+from kvtier.transfer.engine import Transfer, TransferEngine
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
 
@@ -111,7 +111,8 @@ def test_an_interrupt_while_a_query_waits_for_the_device_gives_its_buffer_back(
     def interrupted(part: HostPart) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(IoBuffers, "blocks", lambda buffers, buffer: True)
+    monkeypatch.setattr(IoBuffers, "is_pageable", lambda buffers, buffer: True)
+    monkeypatch.setattr(TransferEngine, "pageable_copies_block", True)
     monkeypatch.setattr(HostPart, "_come_by", interrupted)
     spec, _ = ragged_spec(200, DTYPES[0])
     length = max(spec.lengths)
