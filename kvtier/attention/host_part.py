@@ -55,10 +55,10 @@ class HostPart:
             self._params = replace(params, **others) if others else params
             copies = [TensorCopy(query, self._buffer.query)]
             copies += [TensorCopy(self.on_device[name], x) for name, x in others.items()]
-            self._blocks = engine.pageable_copies_block and self._buffers.is_pageable(self._buffer)
-            if not self._blocks:
+            self._copies_block = engine.pageable_copies_block and self._buffers.is_pageable(self._buffer)
+            if not self._copies_block:
                 self._down = self._buffer.last = engine.submit(copies, Direction.QUERY, reader.counters)
-        if self._blocks:
+        if self._copies_block:
             try:
                 self._come_by()
                 with reader.memory.lock:
@@ -147,7 +147,7 @@ class HostPart:
         reader, buffer = self._of.reader, self._buffer
         up = [torch.empty_like(x, device=self._of.query.device) for x in (buffer.out, buffer.lse)]
         copies = [TensorCopy(buffer.out, up[0]), TensorCopy(buffer.lse, up[1])]
-        if self._blocks:
+        if self._copies_block:
             self._come_by()
         with reader.memory.lock:
             back = buffer.last = reader.device.engine.submit(copies, Direction.RESULT, reader.counters)

@@ -28,6 +28,7 @@ _PAUSE = 0.001
 _COPIES = 16
 #: Times that failures may cost a request what it had computed.
 _MOST_LOST = 2
+#: Why processes that share a model do not agree.
 _APART = (
     "The model is divided over processes, which do not compute the same requests: add the same ones in the same order "
     "in each of them; those that sample with a `seed`. With spill=False, give preemption='swap' or 'recompute'."
@@ -156,10 +157,11 @@ class StepRunner:
     def _check_given(self, work: list[tuple[Request, Work]]) -> None:
         """Raise `ConfigError` unless all processes of the model have given the same tokens, and let the same requests
         end. One whose requests have all ended computes no step any more, in which the others could tell."""
-        processes, given = self._runner.processes, dict.fromkeys([*(x for x, _ in work), *self._given])
-        if processes is not None and not processes.same(
-            [(x.name, len(x.ids), x.ids[-1], x.output.finish_reason) for x in given]
-        ):
+        processes = self._runner.processes
+        if processes is None:
+            return
+        given = dict.fromkeys([*(x for x, _ in work), *self._given])
+        if not processes.same([(x.name, len(x.ids), x.ids[-1], x.output.finish_reason) for x in given]):
             raise ConfigError(_APART)
 
     def _plan(self) -> Step:

@@ -82,10 +82,7 @@ def azure(path: str | Path, *, conversations: int, seed: int = 0, block: int = 5
         raise ConfigError(f"{path}: not an Azure LLM inference trace, whose first line names TIMESTAMP.")
     for row in reader:
         try:
-            came = datetime.datetime.fromisoformat(row["TIMESTAMP"])
-            # One without a zone is of UTC, as those with one are: this machine's zone changes no arrival.
-            came = came if came.tzinfo else came.replace(tzinfo=datetime.UTC)
-            rows.append((came.timestamp(), int(row["ContextTokens"]), int(row["GeneratedTokens"])))
+            rows.append((seconds_of(row["TIMESTAMP"]), int(row["ContextTokens"]), int(row["GeneratedTokens"])))
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"{path}, line {reader.line_num}: not a request of an Azure LLM inference trace, which has TIMESTAMP, "
@@ -171,6 +168,17 @@ class _Conversation:
         found = Request(time, keys, self.tokens, output, self.block)
         self.tokens += output
         return found
+
+
+def seconds_of(timestamp: str) -> float:
+    """Seconds since 1970. A time without a zone is of UTC, as those of the traces with one are: this machine's zone
+    changes no arrival.
+
+    Raises:
+        ValueError, TypeError: it is no time.
+    """
+    time = datetime.datetime.fromisoformat(timestamp)
+    return (time if time.tzinfo else time.replace(tzinfo=datetime.UTC)).timestamp()
 
 
 def _lines(path: str | Path) -> Iterator[str]:

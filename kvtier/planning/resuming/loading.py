@@ -168,7 +168,13 @@ class LoadOrCompute:
     def _next_to_crossing(self, cuts: list[int], batch: int, nbytes_from: Callable[[int], int]) -> list[int]:
         """Of the places where a tail may begin those that may be best, and both ends. A longer head takes longer to
         compute, and its tail less to load: the longer of both is least where they cross. `decide` looks at each of its
-        runs, and a long conversation has files by the hundred."""
+        runs, and a long conversation has files by the hundred.
+
+        Args:
+            cuts: tokens before each place, rising, from those in memory to all that is saved.
+            batch: rows.
+            nbytes_from: bytes that are loaded for what follows so many tokens.
+        """
         assert self._prefill is not None
         computing, loading = self._slower()
         prefill, past = self._prefill.seconds, cuts[0]

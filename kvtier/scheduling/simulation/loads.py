@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import datetime
 import json
 import math
 import operator
@@ -13,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvtier.errors import ConfigError
+from kvtier.eviction.replay.traces import seconds_of
 from kvtier.scheduling.simulation.outcome import Request
 
 #: Tokens of a block of Mooncake's trace.
@@ -106,10 +106,7 @@ def azure(path: str | Path, *, scale: float = 1.0, lengths: float = 1.0, count: 
     try:
         with Path(path).open(encoding="utf-8", newline="") as lines:
             for row in csv.DictReader(lines):
-                came = datetime.datetime.fromisoformat(row["TIMESTAMP"])
-                # One without a zone is of UTC, as those with one are: this machine's zone changes no arrival.
-                came = came if came.tzinfo else came.replace(tzinfo=datetime.UTC)
-                rows.append((came.timestamp(), int(row["ContextTokens"]), int(row["GeneratedTokens"])))
+                rows.append((seconds_of(row["TIMESTAMP"]), int(row["ContextTokens"]), int(row["GeneratedTokens"])))
     except (OSError, KeyError, ValueError, TypeError, csv.Error) as error:
         raise ConfigError(f"{path}: not an Azure LLM inference trace: {_why(error)}.") from error
     if not rows:
