@@ -113,10 +113,18 @@ class CostModel:
         rates: to begin with.
         chooses: whether shares are chosen with it. Then what it takes for too little is soon seen at another share.
         linear: seconds of a step besides attention and waiting, to begin with; None: not known.
+        one_share: whether steps fetch one share of all layers, and not all of some.
     """
 
-    def __init__(self, rates: Rates | None = None, *, chooses: bool = False, linear: float | None = None) -> None:
-        self._chooses = chooses
+    def __init__(
+        self,
+        rates: Rates | None = None,
+        *,
+        chooses: bool = False,
+        linear: float | None = None,
+        one_share: bool = True,
+    ) -> None:
+        self._chooses, self._one_share = chooses, one_share
         rates = Rates() if rates is None else rates
         self.rates = replace(rates, host_overhead=min(rates.host_overhead, MOST_OVERHEAD))
         self._up, self._down = Median(), Median()
@@ -330,8 +338,7 @@ class CostModel:
         if prediction is not None and record.seconds > 0 and part > 0 and not moving:
             if self._linear.value is not None:
                 self._errors.add(abs(prediction.seconds - record.seconds * part) / (record.seconds * part))
-            waited = self._waited(record, prediction) + prediction.device
-            rest = record.seconds - record.stall_seconds - waited / part
+            rest = record.seconds - self._idle(record, prediction, part) - prediction.device / part
             if self._learn_linear(rest, prediction, part, self._is_late(record, prediction)):
                 jumped = (*jumped, "linear")
             self._fit_overheads(prediction, part)
@@ -410,19 +417,21 @@ class CostModel:
         assert found.value is not None
         return abs(found.value - before) > JUMP * (before + prediction.device / part)
 
-    def _waited(self, record: StepRecord, prediction: Prediction) -> float:
-        """Seconds in which the device waited for host attention, from what that took."""
+    def _idle(self, record: StepRecord, prediction: Prediction, part: float) -> float:
+        """Seconds in which the device waited for host attention, from what that took, and for copies. A layer that
+        needs both waits for its copies while the host attends for it."""
         if not prediction.host_bytes:
-            return 0.0
+            return record.stall_seconds
         if not record.host_bytes:
-            return prediction.exposed
-        per_byte = record.host_seconds / record.host_bytes
-        return sum(
-            [
-                count * max(self.rates.host_overhead + left * per_byte - attended, 0.0)
-                for count, left, attended, _ in prediction.waits
-            ]
-        )
+            return record.stall_seconds + prediction.exposed / part
+        per_byte, alone, both = record.host_seconds / record.host_bytes, 0.0, 0.0
+        for count, left, attended, on_link in prediction.waits:
+            waited = count * max(self.rates.host_overhead + left * per_byte - attended, 0.0)
+            if on_link and self._one_share:
+                both += waited
+            else:
+                alone += waited
+        return alone / part + max(record.stall_seconds, both / part)
 
     def _host_rates(self, record: StepRecord, prediction: Prediction | None, part: float) -> dict[str, float]:
         """The host's rate with the link idle, and what it loses to a busy link, after one more step."""

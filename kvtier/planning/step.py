@@ -118,7 +118,8 @@ class StepRecord:
         seconds_up, seconds_down: that such copies took, as far as they have ended.
         host_seconds: of attention on host threads.
         host_blocks, host_bytes: attended to there.
-        stall_seconds: in which attention, or room for new tokens, waited for a copy of blocks.
+        stall_seconds: in which attention, or room for new tokens, waited for a copy of blocks; also while the host
+            attended.
         fetched, evicted: blocks.
         cache: a number for the cache.
     """

@@ -208,6 +208,21 @@ def test_after_the_links_rate_halves_it_is_close_to_the_new_best_in_fifty_steps(
     assert statistics.median(shares[150:]) < 0.8 * statistics.median(shares[50:100]), "it fetches as before"
 
 
+@pytest.mark.parametrize("link", [0.04e9, 0.08e9, 0.16e9])
+def test_what_layers_wait_for_while_the_host_attends_for_them_counts_once(link: float) -> None:
+    """The first steps that fetch do so for more layers than the link has time for, and wait for both. What is left of
+    such a step is no less than what it computes."""
+    rates = Rates(up=link, down=link, host=0.15e9, device=3e9, copy_overhead=20e-6, host_overhead=60e-6, shared=0.0)
+    load, machine, policy = Load(6, 3e-3, 32768, BLOCK, 2088, 1, 2_300_000), Machine(rates, noise=0.01), Adaptive()
+    trial = Simulation(policy, machine, load, 0)
+    trial.run(120)
+    assert any(x.stall_seconds > 0.1 * x.seconds and x.host_seconds > 0.2 * x.seconds for x in trial.records[1:20])
+    model = policy.model(1)
+    assert model is not None
+    assert model.linear == pytest.approx(6 * 3e-3, rel=0.03)
+    assert seconds_of(trial, 60) <= 1.02 * best_fixed(load, machine, 0, 120, 60)
+
+
 def test_a_burst_of_three_steps_changes_nothing() -> None:
     quiet, burst = Adaptive(), Adaptive()
     Simulation(quiet, Machine(RATES), LOAD).run(200)

@@ -50,8 +50,8 @@ def step_of(rates: Rates, share: float, linear: float = LINEAR) -> StepRecord:
         seconds_up=true.link,
         host_seconds=true.host_bytes / rates.host,
         host_bytes=true.host_bytes,
-        # What is longer than computing and the host's part is a wait for fetches.
-        stall_seconds=max(true.link - true.base - true.exposed, 0.0),
+        # What is longer than computing and the host's part is a wait for fetches, which began with the host's part.
+        stall_seconds=true.link - true.base if true.link > true.base + true.exposed else 0.0,
         cache=1,
     )
 

@@ -168,7 +168,7 @@ class _Case:
         if expected is None and decisions:
             expected = decisions[-1].prediction  # between two steps
         self.share = _share(policy, steps) if expected is None else expected.share
-        self.model = CostModel(rates) if learned is None else learned
+        self.model = CostModel(rates, one_share=_fixed(policy) is not None) if learned is None else learned
         self.room = room_of(self.groups, self.share, state.device_bytes)
         if learned is None:
             for step in steps:
@@ -216,13 +216,19 @@ def _with_room(layers: Sequence[LayerState], more_bytes: int) -> list[LayerState
     return found
 
 
+def _fixed(policy: Policy) -> FixedShare | None:
+    """The policy, or that behind a log, where it asks for one share of all layers."""
+    if isinstance(policy, Logged):
+        policy = policy.policy
+    return policy if isinstance(policy, FixedShare) and type(policy).plan is FixedShare.plan else None
+
+
 def _share(policy: Policy, steps: Sequence[StepRecord]) -> float:
     """The share of what is spilled that a policy asks for: the one that it fixes, or as the last steps show. These show
     less where the room for fetches was short."""
-    if isinstance(policy, Logged):
-        policy = policy.policy
-    if isinstance(policy, FixedShare) and type(policy).plan is FixedShare.plan:
-        return policy.share
+    fixed = _fixed(policy)
+    if fixed is not None:
+        return fixed.share
     shares = [x.bytes_up / (x.bytes_up + x.host_bytes) for x in steps if x.bytes_up + x.host_bytes]
     return statistics.median(shares) if shares else 0.0
 

@@ -277,8 +277,7 @@ class Simulation:
             record.host_bytes += hosted
             record.host_blocks += blocks
             record.host_seconds += seconds
-        end = max(ended, host)
-        stall = end - max(own + ended - arrived, host)
+        end, stall = max(ended, host), arrived - own  # also while the host attends, as of an engine that measures it
         record.stall_seconds += stall
         if self.traced:
             self._trace(layer, (began, ready, arrived, end), stall, blocks, host - ready)
