@@ -12,8 +12,9 @@ import select
 import sys
 from collections.abc import Sequence
 
-from kvtier.cli import bench, calibrate, env, replay, serve, store
+from kvtier.cli import calibrate, env, replay, serve, store
 from kvtier.cli.arguments import with_flags
+from kvtier.cli.bench import command as bench
 from kvtier.cli.chat import command as chat
 from kvtier.cli.plan import command as plan
 from kvtier.errors import KVTierError

@@ -9,6 +9,7 @@ processes.py `Processes`: those that a model is divided over, which compute the 
 loop.py     `Loop`: steps in a thread of its own, or in whoever asks for one
 batch.py    `Batch`: the prompts of one call, added as the queue has room
 engine.py   `Engine`, which puts them together
+replay.py   `replay`: a load on this machine's clock, and what became of it
 text.py     tokens to text as they come, and stop strings in it
 runners/    what runs the model: all tokens in one forward, or each sequence alone; and which one serves it
 http/       the engine behind OpenAI's HTTP interface

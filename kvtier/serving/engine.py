@@ -225,7 +225,9 @@ class Engine:
             finally:
                 lock.release()
         (running, waiting), (total, held) = self._requests.counts, steps.blocks
-        return EngineLoad(running, waiting, held, total, self._costs.rate, self.steps, self.alive)
+        return EngineLoad(
+            running, waiting, held, total, self._costs.rate, steps.count, steps.computed, steps.rows, self.alive
+        )
 
     # Requests
 

@@ -39,7 +39,8 @@ class RequestOutput:
             sequence of the prompt, and goes on from the first one.
         preempted: times that it gave up its blocks.
         swapped: of these, times that they were to stay on the host until it goes on.
-        arrived, first_token, finished: seconds of the engine's clock; None: it did not come to that.
+        arrived, scheduled, first_token, finished: seconds of the engine's clock when it came, first had a part in a
+            step, had its first token, and ended; None: it did not come to that.
         conversation_error: why the conversation that it is a turn of did not go on with it, or is not saved or ranked
             as it is now; None: it is, or will be saved. The tokens are right in any case.
     """
@@ -55,6 +56,7 @@ class RequestOutput:
     preempted: int = 0
     swapped: int = 0
     arrived: float = 0.0
+    scheduled: float | None = None
     first_token: float | None = None
     finished: float | None = None
     conversation_error: BaseException | None = None
@@ -91,6 +93,7 @@ class EngineLoad:
         blocks, total_blocks: that running requests hold, and that there are; a block is of all layers.
         rate: tokens of prompts that it computes in a second, by what steps took.
         steps: that were computed.
+        computed, rows: tokens that they computed, and sequences that had a part, summed over all steps.
         alive: whether its thread runs.
     """
 
@@ -100,6 +103,8 @@ class EngineLoad:
     total_blocks: int
     rate: float
     steps: int
+    computed: int
+    rows: int
     alive: bool
 
 

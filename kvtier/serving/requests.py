@@ -87,8 +87,9 @@ class Requests:
         waiting, running: these by job. A sample whose prompt is not there yet is in neither.
         ended: outputs of those that have ended, as far as they are kept.
         shares: what tenants were served.
-        counts: of those that run and those that wait, as the last change left them. Read without the lock, which the
-            thread that runs steps takes again as soon as it gives it back.
+        counts: of those that run and those that wait, samples whose prompt is not there yet among them, as the last
+            change left them. Read without the lock, which the thread that runs steps takes again as soon as it gives it
+            back.
         closed: no request comes any more.
     """
 
@@ -140,7 +141,7 @@ class Requests:
 
     def publish(self) -> None:
         """A change is over: whoever asks how many requests there are hears of it."""
-        self.counts = len(self.running), len(self.waiting)
+        self.counts = len(self.running), len(self.named) - len(self.running)
 
     def check_open(self) -> None:
         """Raise `ClosedError` where no request may come any more."""
@@ -247,6 +248,8 @@ class Requests:
                 # What it finds when it begins again may be its own work.
                 most = request.output.cached_tokens if request.begun else len(request.output.prompt_ids)
                 request.output.cached_tokens = min(cached, most)
+            if not request.begun:
+                request.output.scheduled = self._clock()
             request.begun = True
             job.running, job.cached, job.reusable, job.swapped = True, cached, 0, 0
         return request
@@ -289,7 +292,7 @@ class Requests:
             sample.key, sample.changes = request.key, request.changes
             sample.job.running, sample.job.cached = True, request.job.cached
             sample.output.cached_tokens = len(sample.output.prompt_ids)
-            sample.begun = True
+            sample.begun, sample.output.scheduled = True, self._clock()
             self.running[sample.job] = sample
         request.samples = []
 

@@ -51,7 +51,8 @@ class StepRunner:
         copied: what was copied between the tiers so far, and how long that took.
 
     Attributes:
-        count: of steps that were computed.
+        count: of steps that were begun.
+        computed, rows: tokens that they computed, and sequences that had a part, summed over all steps.
         max_tokens: see above.
         blocks: that may be had and that are held, as far as they were counted last.
     """
@@ -84,7 +85,7 @@ class StepRunner:
         self._given: list[Request] = []  # those that were given a token in this step
         self._copied = copied
         self.max_tokens = max_tokens
-        self.count = 0
+        self.count = self.computed = self.rows = 0
         self.blocks = runner.blocks()[:2]
 
     @property
@@ -99,7 +100,8 @@ class StepRunner:
             return False
         if not work:
             return True
-        self.count += 1
+        tokens = sum(each.tokens for _, each in work)
+        self.count, self.computed, self.rows = self.count + 1, self.computed + tokens, self.rows + len(work)
         self._given = []
         began = self._clock()
         for group in self._runner.forwards([each for _, each in work]):
@@ -107,7 +109,7 @@ class StepRunner:
             part = [work[i] for i in group if work[i][0].sequence is work[i][1].sequence]
             if part:
                 self._run(part)
-        took, tokens = self._clock() - began, sum(each.tokens for _, each in work)
+        took = self._clock() - began
         self._runner.took(took)
         self._costs.observe(tokens, sum(each.tokens * (each.cached + each.tokens) for _, each in work), took)
         self._check_given(work)

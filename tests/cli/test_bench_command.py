@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.cli import bench
+from kvtier.cli.bench import simulated
 from kvtier.cli.main import main
 from kvtier.errors import ConfigError
 from kvtier.scheduling.simulation.outcome import Request
@@ -81,7 +81,7 @@ def test_generated_lengths_have_the_mean_that_is_asked_for(monkeypatch: pytest.M
         seen[:] = requests
         raise ConfigError("enough")
 
-    monkeypatch.setattr(bench, "simulate", took)
+    monkeypatch.setattr(simulated, "simulate", took)
     for prompt, output in ((512, 128), (65536, 128), (512, 65536)):
         assert main(["bench", "--count", "2000", "--prompt", str(prompt), "--output", str(output)]) == 2
         assert sum(x.prompt for x in seen) / 2000 == pytest.approx(prompt, rel=0.1)
@@ -111,3 +111,81 @@ def test_a_plot(tmp_path: Path) -> None:
     file = tmp_path / "bench.png"
     assert main(["bench", "--count", "10", "--plot", str(file)]) == 0
     assert file.read_bytes().startswith(b"\x89PNG")
+
+
+# Measured
+
+#: A small model that was really trained.
+TRAINED = Path(__file__).resolve().parents[2] / "examples" / "pylm"
+MEASURE = ["bench", "--measure", str(TRAINED), "--host-budget", "64MiB", "--count", "6"]
+
+
+def test_an_engine_of_a_model_serves_a_load_for_real(capsys: pytest.CaptureFixture[str]) -> None:
+    options = [*MEASURE, "--rate", "50", "--prompt", "20", "--output", "4"]
+    assert main([*options, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["simulated"] is False
+    assert (found["device"], found["dtype"], found["runner"]) == ("cpu", "float32", "packed")
+    for name in ("fcfs", "fair"):
+        figures = found["schedulers"][name]
+        assert 0 < figures["ttft_mean"] < figures["seconds"]
+        assert figures["rows"] >= 1
+    assert main([*options, "--scheduler", "fcfs"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"Measured: {TRAINED} on cpu, float32, packed; 6 requests, generated: 50 in a second.")
+    assert [line.split()[0] for line in lines[3:]] == ["scheduler", "fcfs"]
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+def test_a_trace_whose_prompts_have_beginnings_in_common(
+    stateful: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "trace.jsonl"
+    row = {"input_length": 1536, "output_length": 64, "hash_ids": [1, 2, 3]}
+    file.write_text("".join(json.dumps(row | {"timestamp": time}) + "\n" for time in (0, 400, 800)))
+    options = [*MEASURE, "--mooncake", str(file), "--length-scale", "0.0625", "--block-size", "16", "--json"]
+    assert main([*options, *(["--stateful"] if stateful else [])]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["load"] == "Mooncake trace at 1 x its rate, lengths x 0.0625"
+    for figures in found["schedulers"].values():
+        assert figures["reused"] == pytest.approx(2 * 95 / (3 * 96) if stateful else 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--model", "llama-3.1-8b"], "--model is of a simulated engine: leave it away with --measure."),
+        (["--scheduler", "luck"], "scheduler='luck'"),
+        (["--host-budget", "much"], "--host-budget"),
+        (["--device", "h100"], "--device h100"),
+        (["--dtype", "float3"], "--dtype 'float3'"),
+        (["--prompt", "100k"], "A smaller --prompt or --output makes requests shorter."),
+        (["--host-budget", "640KiB", "--prompt", "200"], "does not fit"),
+        (["--host-budget", "640KiB", "--prompt", "200"], "A smaller --prompt or --output makes requests shorter."),
+        (["--rate-scale", "2"], "--rate-scale is of a trace: leave it away."),
+    ],
+)
+def test_what_cannot_be_measured_is_said(options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*MEASURE, *options]) == 2
+    printed = capsys.readouterr()
+    assert words in printed.err
+    assert printed.out == ""
+
+
+def test_options_of_a_measured_engine_are_refused_without_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--block-size", "16"]) == 2
+    assert "--block-size is of a measured engine: give --measure MODEL, too." in capsys.readouterr().err
+    assert main(["bench", "--measure", "no-such-folder/at-all", "--count", "1"]) == 2
+    assert "no-such-folder/at-all" in capsys.readouterr().err
+
+
+def test_lengths_of_a_trace_are_scaled_where_it_is_simulated_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "trace.jsonl"
+    file.write_text(json.dumps({"timestamp": 0, "input_length": 1024, "output_length": 64, "hash_ids": [1, 2]}))
+    options = ["bench", "--mooncake", str(file), "--json", "--length-scale"]
+    assert main([*options, "0.125"]) == 0
+    assert json.loads(capsys.readouterr().out)["block_size"] == 64
+    assert main([*options, "0.1"]) == 2
+    assert "the trace's blocks of 512 tokens would have 51.2" in capsys.readouterr().err

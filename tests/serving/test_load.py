@@ -51,6 +51,20 @@ def load_of(engine: Engine) -> EngineLoad:
         pool.shutdown(wait=False)
 
 
+def test_samples_wait_until_their_prompt_is_there() -> None:
+    with Engine(build_model("llama", "sdpa"), host_budget="8MiB", block_size=4, max_batch_tokens=8) as engine:
+        engine.stop()
+        engine.add_request(PROMPT, **OPTIONS | {"do_sample": True}, num_return_sequences=3)
+        assert (engine.load.running, engine.load.waiting) == (0, 3)
+        engine.step()
+        assert (engine.load.running, engine.load.waiting) == (1, 2), "eight of eleven tokens are there"
+        engine.step()
+        assert (engine.load.running, engine.load.waiting) == (3, 0)
+        while engine.step():
+            pass
+        assert (engine.load.running, engine.load.waiting) == (0, 0)
+
+
 def test_an_engine_says_what_it_has_to_do_in_a_line_and_waits_for_nobody() -> None:
     model = build_model("llama", "sdpa")
     with Engine(model, host_budget="8MiB", block_size=4, max_running=1) as engine:

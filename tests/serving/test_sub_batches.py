@@ -10,6 +10,7 @@ import logging
 import os
 import random
 import sys
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,6 +32,7 @@ from kvtier.serving.runners import turns
 from kvtier.serving.runners.packed import PackedRunner
 from kvtier.serving.runners.sub_batches import SubBatches
 from kvtier.testing import emulated_device, held, throttled, with_doubles
+from kvtier.transfer import throttled as transfers
 
 pytest.importorskip("greenlet")
 TIMES = int(os.environ.get("KVTIER_TEST_WORKLOADS", "1"))
@@ -299,6 +301,44 @@ def test_an_engine_learns_when_two_forwards_are_quicker(caplog: pytest.LogCaptur
         assert engine.output(name).generated_tokens == by_generate("llama", prompt)[0]
     engine.close()
     memory.close()
+
+
+def test_a_forward_waits_for_nothing_between_its_work_for_the_device_and_its_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else what one computes hides nothing that the host does for the other: each would see its own layer out."""
+    model, machine = model_of("llama"), throttled(1e9, host=2e6)
+    engine, memory = emulated(model, machine, sub_batches=False)
+    runner: Any = engine._runner
+    runner.sub_batches = Halves(random.Random(0), Counter())
+    happened, here = [], threading.get_ident()
+
+    def note(owner: Any, name: str, what: str) -> None:
+        before = getattr(owner, name)
+
+        def noted(*args: Any) -> Any:
+            if threading.get_ident() == here:
+                happened.append(what)
+            return before(*args)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    note(transfers, "sleep_until", "waits")
+    note(transfers.DeviceClock, "run", "computes")
+    note(turns.Turns, "pause", "pauses")
+    with emulated_device(model, machine, linear=2e-3, device_rate=1e9):
+        for i in range(6):
+            prompt = [random.Random(i).randrange(1, 120) for _ in range(60)]
+            engine.add_request(prompt, max_new_tokens=8, do_sample=False)
+        while engine.step():
+            pass
+    engine.close()
+    memory.close()
+    *pieces, _ = " ".join(happened).split("pauses")
+    worked = [piece.rpartition("computes") for piece in pieces if "computes" in piece]
+    assert len(worked) > 40
+    assert "waits" in " ".join(before for before, _, _ in worked), "no part of it was on the host"
+    assert [after.strip() for _, _, after in worked if after.strip()] == []
 
 
 def test_what_is_in_the_way_is_said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,7 +134,7 @@ def run(args: argparse.Namespace) -> int:
 def check_budgets(args: argparse.Namespace) -> None:
     """Raise `ConfigError` for a budget that is no size, before weights are read."""
     for name, parse in (("device-budget", parse_size), ("host-budget", parse_size), ("disk-budget", parse_bytes)):
-        size = getattr(args, name.replace("-", "_"))
+        size = getattr(args, name.replace("-", "_"), None)
         if size is not None:
             parse(f"--{name}", size)
 

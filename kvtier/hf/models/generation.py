@@ -61,6 +61,17 @@ def vocabulary_of(model: Any) -> int | None:
         return None
 
 
+def special_tokens(model: Any) -> set[int]:
+    """Token ids that a model's configs name, such as those that end an answer or stand for a part of an image."""
+    config = inner(model).config
+    found: set[int] = set()
+    for each in (config, config.get_text_config(decoder=True), getattr(model, "generation_config", None)):
+        for name, value in vars(each).items() if each is not None else ():
+            if name.endswith(("_token_id", "_token_ids", "_token_index")):
+                found.update(x for x in (value if isinstance(value, list | tuple) else [value]) if isinstance(x, int))
+    return found
+
+
 def setting(name: str, model: Any, arguments: dict[str, Any]) -> Any:
     """A setting of `generate`, from its arguments or the configs that it looks at."""
     if arguments.get(name) is not None:

@@ -119,22 +119,29 @@ def azure(path: str | Path, *, scale: float = 1.0, lengths: float = 1.0, count: 
 
 
 def mooncake(
-    path: str | Path, *, block_size: int = MOONCAKE_BLOCK, scale: float = 1.0, count: int | None = None
+    path: str | Path,
+    *,
+    block_size: int = MOONCAKE_BLOCK,
+    scale: float = 1.0,
+    lengths: float = 1.0,
+    count: int | None = None,
 ) -> list[Request]:
     """Mooncake's trace of conversations (FAST 2025), with the keys of its blocks of 512 tokens.
 
     Args:
         path: a file with timestamp, input_length, output_length and hash_ids.
-        block_size: of the keys; it divides 512.
+        block_size: of the keys; it divides 512 x `lengths`.
         scale: arrivals come so many times as fast.
+        lengths: what all lengths are multiplied with, those of blocks too.
         count: the first so many requests.
 
     Raises:
         ConfigError: not such a file, or such a block size.
     """
-    if block_size < 1 or MOONCAKE_BLOCK % block_size:
-        raise ConfigError(f"block_size={block_size}: it has to divide {MOONCAKE_BLOCK}.")
-    parts = MOONCAKE_BLOCK // block_size
+    whole = scaled_block(lengths)
+    if block_size < 1 or whole % block_size:
+        raise ConfigError(f"block_size={block_size}: it has to divide {whole}.")
+    parts = whole // block_size
     found: list[Request] = []
     try:
         with Path(path).open(encoding="utf-8") as lines:
@@ -142,19 +149,33 @@ def mooncake(
                 if count is not None and len(found) == count:
                     break
                 row = json.loads(line)
-                prompt, output = (operator.index(row[name]) for name in ("input_length", "output_length"))
+                prompt, output = (
+                    max(round(operator.index(row[name]) * lengths), 1) for name in ("input_length", "output_length")
+                )
                 keys = tuple((x, j) for x in row["hash_ids"] for j in range(parts))
                 hash(keys)  # a TypeError, where one is no key
                 time = row["timestamp"] / 1000 / scale
                 if not math.isfinite(time):
                     raise ValueError(f"the timestamp {row['timestamp']} is no time")
-                found.append(Request(time, prompt, max(output, 1), keys[: prompt // block_size]))
+                found.append(Request(time, prompt, output, keys[: prompt // block_size]))
     except (OSError, KeyError, ValueError, TypeError) as error:
         raise ConfigError(f"{path}: not a Mooncake trace: {_why(error)}.") from error
     if not found:
         raise ConfigError(f"{path}: not a Mooncake trace: it has no request.")
     began = min(request.arrived for request in found)
     return [replace(request, arrived=request.arrived - began) for request in found]
+
+
+def scaled_block(lengths: float) -> int:
+    """Tokens of a block of Mooncake's trace whose lengths are multiplied with that. Raises `ConfigError`: no whole
+    number."""
+    tokens = MOONCAKE_BLOCK * lengths
+    if tokens < 1 or tokens != round(tokens):
+        raise ConfigError(
+            f"Lengths x {lengths:g}: the trace's blocks of {MOONCAKE_BLOCK} tokens would have {tokens:g}. Give a "
+            "multiple of 1/512, such as 0.25 or 0.03125."
+        )
+    return round(tokens)
 
 
 def _why(error: Exception) -> str:

@@ -340,7 +340,7 @@ class EngineManager(BaseGenerateManager):
 
     def _count(self, answers: Answers, number: int, reason: str, output: RequestOutput | None) -> None:
         if output is None:  # it was not begun
-            self.metrics.ended(reason, prompt=0, cached=0, tokens=0, preempted=0, first=None, seconds=0.0)
+            self.metrics.ended(reason, prompt=0, cached=0, tokens=0, preempted=0, queued=None, first=None, seconds=0.0)
             return
         first = number % answers.samples == 0
         finished = output.finished if output.finished is not None else self._now()
@@ -350,6 +350,7 @@ class EngineManager(BaseGenerateManager):
             cached=output.cached_tokens if first else 0,
             tokens=answers.answers[number].tokens,
             preempted=output.preempted,
+            queued=None if output.scheduled is None else output.scheduled - output.arrived,
             first=None if output.first_token is None else output.first_token - output.arrived,
             seconds=finished - output.arrived,
         )

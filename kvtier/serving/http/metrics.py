@@ -15,6 +15,7 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 5
 
 _HISTOGRAMS = {
     "time_to_first_token_seconds": ("from arrival to the first token", _WAITS),
+    "request_queue_time_seconds": ("from arrival to the first step with a part of the request", _WAITS),
     "time_per_output_token_seconds": ("between tokens of a request, on average", _BETWEEN),
     "e2e_request_latency_seconds": ("from arrival to the last token", _WAITS),
     "request_prompt_tokens": ("tokens of a prompt", _TOKENS),
@@ -73,6 +74,7 @@ class Metrics:
         cached: int,
         tokens: int,
         preempted: int,
+        queued: float | None,
         first: float | None,
         seconds: float,
     ) -> None:
@@ -83,7 +85,8 @@ class Metrics:
             prompt, cached: tokens of its prompt, where it is the first of that, and those that were there.
             tokens: that were generated.
             preempted: times.
-            first, seconds: from arrival to the first token, None if there is none, and to the end.
+            queued, first, seconds: from arrival to the first step with a part of it, to the first token, None where
+                there is none, and to the end.
         """
         with self._lock:
             self._ended[reason] = self._ended.get(reason, 0) + 1
@@ -96,6 +99,8 @@ class Metrics:
                 self._recent.append(seconds)
                 self._histograms["e2e_request_latency_seconds"].observe(seconds)
                 self._histograms["request_generation_tokens"].observe(tokens)
+            if queued is not None:
+                self._histograms["request_queue_time_seconds"].observe(queued)
             if first is not None:
                 self._histograms["time_to_first_token_seconds"].observe(first)
                 if tokens > 1:

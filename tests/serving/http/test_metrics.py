@@ -13,8 +13,9 @@ SAMPLE = re.compile(r'^kvtier:(\w+)\{model_name="a\\"b"(?:,(\w+)="([^"]*)")?\} (
 def test_every_line_is_a_comment_or_a_sample_and_histograms_add_up() -> None:
     metrics = Metrics('a"b')
     for i in range(10):
-        metrics.ended("stop", prompt=8, cached=i, tokens=4, preempted=1, first=0.01 * i, seconds=0.1 * i)
-    metrics.ended("cancelled", prompt=0, cached=0, tokens=0, preempted=0, first=None, seconds=0.0)
+        times = {"queued": 0.005 * i, "first": 0.01 * i, "seconds": 0.1 * i}
+        metrics.ended("stop", prompt=8, cached=i, tokens=4, preempted=1, **times)
+    metrics.ended("cancelled", prompt=0, cached=0, tokens=0, preempted=0, queued=None, first=None, seconds=0.0)
     metrics.refused(429)
     found: dict[tuple[str, str], float] = {}
     kinds: dict[str, str] = {}
