@@ -7,6 +7,7 @@ import errno
 import importlib.util
 import logging
 import math
+import re
 import socket
 import sys
 from pathlib import Path
@@ -57,6 +58,14 @@ def _add_interface(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--port", type=_port, default=8000, help="(8000); 0: any that is free")
     group.add_argument("--served-model-name", metavar="NAME", help="of the model, for clients (MODEL as it is written)")
     group.add_argument("--api-key-file", metavar="FILE", help="lines NAME KEY: only these may ask, and share nothing")
+    group.add_argument(
+        "--allowed-origin",
+        type=_origin,
+        action="append",
+        default=[],
+        metavar="URL",
+        help="a page of which browsers may ask, such as http://localhost:3000; once for each, or * for all (none)",
+    )
     group.add_argument("--chat-template", metavar="FILE", help="instead of the model's own")
     group.add_argument(
         "--session-ttl",
@@ -205,6 +214,7 @@ def _options(args: argparse.Namespace, keys: dict[str, str]) -> Any:
         max_body=parse_bytes("--max-body", args.max_body),
         timeout=args.client_timeout,
         drain=args.drain_timeout,
+        origins=tuple(args.allowed_origin),
     )
 
 
@@ -241,6 +251,13 @@ def _port(text: str) -> int:
     if not text.isdecimal() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is no port, 0 to 65535")
     return int(text)
+
+
+def _origin(text: str) -> str:
+    """As a browser names it: one that ends in a slash, say, is that of no page."""
+    if text not in ("*", "null") and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#@\sA-Z]+", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no origin, such as http://localhost:3000, nor *")
+    return text
 
 
 def _seconds(text: str) -> float:

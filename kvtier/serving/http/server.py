@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import uvicorn
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from kvtier.conversation.store import ConversationStore
@@ -30,6 +32,8 @@ from kvtier.serving.http.requests.keys import Keys, secret_of
 
 _LOG = logging.getLogger("kvtier.serving")
 
+#: Headers of an answer that a page of another origin may read.
+_EXPOSED = ("x-request-id", "retry-after")
 #: Seconds for telling clients that the server ends.
 _LAST_WORDS = 2
 
@@ -50,6 +54,7 @@ class ServerOptions:
         max_body: bytes of a request.
         timeout: seconds that a client may take to send, and to read a part.
         drain: seconds that requests may take to finish at the end.
+        origins: pages of which browsers may ask, such as "http://localhost:3000"; "*": of all.
     """
 
     name: str
@@ -64,6 +69,7 @@ class ServerOptions:
     max_body: int = 16 << 20
     timeout: float = 60.0
     drain: float = 30.0
+    origins: tuple[str, ...] = ()
 
 
 class Server:
@@ -100,7 +106,7 @@ class Server:
             served = Served(options.name, model, tokenizer, int(time.time()), context)
             app = build(served, self.manager)
             app.router.lifespan_context = self._life
-            self.app = Door(
+            self.app: ASGIApp = Door(
                 app,
                 self.keys,
                 metrics,
@@ -108,6 +114,9 @@ class Server:
                 timeout=options.timeout,
                 draining=lambda: self.manager.draining,
             )
+            if options.origins:  # around the door: a page reads why it was refused, and its browser asks without a key
+                told = {"allow_methods": ("GET", "HEAD", "POST"), "expose_headers": _EXPOSED}
+                self.app = CORSMiddleware(self.app, options.origins, allow_headers=("*",), **told)
             self._stack = stack.pop_all()
         engine.start()
 

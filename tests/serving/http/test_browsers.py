@@ -1,0 +1,80 @@
+"""A page of another origin may ask where the server says so, and reads why it was refused."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from servers import NAME, Running, Start
+
+from kvtier.cli.main import main
+
+PAGE, OTHER = "http://localhost:3000", "http://localhost:3001"
+
+
+def asked(running: Running, path: str, origin: str, *, key: str = "", body: Any = None, **headers: str) -> Any:
+    """The answer to a request as a browser sends it."""
+    headers |= {"Origin": origin, "Content-Type": "application/json"}
+    if key:
+        headers["Authorization"] = f"Bearer {key}"
+    method = "OPTIONS" if "Access-Control-Request-Method" in headers else "GET" if body is None else "POST"
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(f"{running.url}/{path}", data, headers, method=method)
+    try:
+        return urllib.request.urlopen(request, timeout=120)
+    except urllib.error.HTTPError as error:
+        return error
+
+
+def allowed(answer: Any) -> str | None:
+    return answer.headers.get("Access-Control-Allow-Origin")  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def open_to_page(start: Start) -> Iterator[Running]:
+    with start(origins=(PAGE,), keys={"secret": "alice"}) as server:
+        yield server
+
+
+def test_a_browser_asks_whether_it_may_without_a_key(open_to_page: Running) -> None:
+    wish = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
+    answer = asked(open_to_page, "chat/completions", PAGE, **wish)
+    assert (answer.status, allowed(answer)) == (200, PAGE)
+    assert "POST" in answer.headers["Access-Control-Allow-Methods"]
+    assert "authorization" in answer.headers["Access-Control-Allow-Headers"].lower()
+    answer = asked(open_to_page, "chat/completions", OTHER, **wish)
+    assert (answer.status, allowed(answer)) == (400, None)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_page_reads_its_answer(open_to_page: Running, stream: bool) -> None:
+    body = {"model": NAME, "prompt": "def f(", "max_tokens": 4, "temperature": 0, "stream": stream}
+    answer = asked(open_to_page, "completions", PAGE, key="secret", body=body)
+    assert (answer.status, allowed(answer)) == (200, PAGE)
+    assert "x-request-id" in answer.headers["Access-Control-Expose-Headers"].lower()
+    assert (b"[DONE]" in answer.read()) == stream
+    assert allowed(asked(open_to_page, "completions", OTHER, key="secret", body=body)) is None
+
+
+def test_a_page_reads_why_it_was_refused(open_to_page: Running) -> None:
+    answer = asked(open_to_page, "models", PAGE, key="wrong")
+    assert (answer.status, allowed(answer)) == (401, PAGE)
+    assert "error" in json.loads(answer.read())
+
+
+def test_any_origin_or_none(start: Start, running: Running) -> None:
+    with start(origins=("*",)) as server:
+        assert allowed(asked(server, "models", OTHER)) == "*"
+    assert allowed(asked(running, "models", PAGE)) is None
+    assert asked(running, "models", PAGE, **{"Access-Control-Request-Method": "GET"}).status == 405
+
+
+@pytest.mark.parametrize("origin", ["http://localhost:3000/", "localhost:3000", "http://Page.example", "", "http://a@b"])
+def test_what_is_no_origin_is_said(origin: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["serve", "none", "--allowed-origin", origin])
+    assert f"{origin!r} is no origin" in capsys.readouterr().err
