@@ -116,7 +116,7 @@ class Conversation:
         # nobody else's.
         self._inside: dict[int, tuple[int, FrameType]] = {}
 
-    def generate(self, inputs: torch.Tensor | None = None, **kwargs: Any) -> Any:
+    def generate(self, inputs: torch.Tensor | None = None, generation_config: Any = None, **kwargs: Any) -> Any:
         """As `ConversationStore.generate`, of one row: the whole history, or an edited one.
 
         Raises:
@@ -125,6 +125,8 @@ class Conversation:
                 stopping criterion of a call may not begin another one.
         """
         self._check_open()
+        if generation_config is not None:
+            kwargs["generation_config"] = generation_config
         self._enter(sys._getframe())
         try:
             with self.store.in_use():  # until what it is now is saved

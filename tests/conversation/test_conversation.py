@@ -226,6 +226,16 @@ def test_several_answers_are_refused_whichever_config_asks_for_them() -> None:
                 chat.generate(**ones(some_ids(9)), **options)
 
 
+def test_a_generation_config_may_come_second_as_of_a_models_generate() -> None:
+    model, ids, config = tiny_model("llama"), some_ids(9), GenerationConfig(max_new_tokens=3, do_sample=False)
+    with store_of(model) as store:
+        out = store.open("a").generate(ids, config)
+        assert torch.equal(out, model.generate(ids, config))
+        assert out.shape[1] == 12
+        with pytest.raises(ConfigError, match="one answer"):
+            store.open("a").generate(ids, GenerationConfig(num_return_sequences=2, do_sample=True, max_new_tokens=2))
+
+
 def test_what_is_generated_within_a_turn_is_not_that_conversation() -> None:
     """Where the turn then fails, what is pinned of the conversation is what it had before."""
     model, mine, other = tiny_model("llama"), some_ids(40), some_ids(30, seed=5)
