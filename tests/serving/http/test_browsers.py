@@ -73,7 +73,9 @@ def test_any_origin_or_none(start: Start, running: Running) -> None:
     assert asked(running, "models", PAGE, **{"Access-Control-Request-Method": "GET"}).status == 405
 
 
-@pytest.mark.parametrize("origin", ["http://localhost:3000/", "localhost:3000", "http://Page.example", "", "http://a@b"])
+@pytest.mark.parametrize(
+    "origin", ["http://localhost:3000/", "localhost:3000", "http://Page.example", "", "http://a@b"]
+)
 def test_what_is_no_origin_is_said(origin: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["serve", "none", "--allowed-origin", origin])
