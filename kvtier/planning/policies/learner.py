@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvtier.planning.costs import CostModel, Decision, Prediction
+from kvtier.planning.costs import JUMP, CostModel, Decision, Prediction
 from kvtier.planning.makespan.groups import Groups, alike
 from kvtier.planning.policies.shares import room_for
 from kvtier.planning.rates import WINDOW, Median, Rates
@@ -129,6 +129,7 @@ class ShareLearner:
     probed: int = 0
     tried: int = -1
     tried_until: int = -1
+    tried_link: float = 0.0
     moved_until: int = -1
     next_probe: int = PROBE
     interval: int = PROBE
@@ -182,7 +183,8 @@ class ShareLearner:
         if jumped and at > LEARNED:
             self.jumps.append(at)
         new = bool(jumped) and not self.restless
-        if new and (at <= self.tried_until or (at <= self.moved_until and "up" not in jumped)):
+        tried = at <= self.tried_until and not ("up" in jumped and self._is_another_link(at, rates))
+        if new and (tried or (at <= self.moved_until and "up" not in jumped)):
             # It is the change of the choice that shows other rates: what others gave is what it was.
             self._rescale(rates)
         elif new:
@@ -197,6 +199,13 @@ class ShareLearner:
         # Where parts turn out to be less than they are taken for, rates are others too.
         now = self.model.rates
         return new or (now.device, now.host_overhead) != (rates.device, rates.host_overhead)
+
+    def _is_another_link(self, at: int, before: Rates) -> bool:
+        """Whether the link's rate, which has jumped, is another one than before the last probe, whose end is some steps
+        ago. Then it is no rate of the probe's, unless what a copy takes besides was fitted with it."""
+        now, known = self.model.rates, self.tried_link
+        back = self.probe_from is None and at - self.chosen > SETTLE
+        return back and now.copy_overhead == before.copy_overhead and abs(now.up - known) > JUMP * known
 
     def _note(self, at: int, ratio: float, seconds: float) -> None:
         """What the choice gave in a step: seconds, and their ratio to the prediction."""
@@ -389,7 +398,7 @@ class ShareLearner:
 
     def _try(self, other: int, now: float) -> tuple[int, str]:
         """A probe of another choice; `now`: seconds that the present one is expected to take."""
-        self.tried = other
+        self.tried, self.tried_link = other, self.model.rates.up
         self.probe_from, self.probe_until = self.choice, self.step + SEEN + SETTLE + 1
         self.probe_limit, self.probe_bad = now * (1 + HYSTERESIS), 0
         return other, "probe"
