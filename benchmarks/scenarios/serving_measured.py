@@ -35,11 +35,11 @@ from kvtier.serving.replay import replay
 SUMMARY = "the engine under a trace's load for real, by scheduler, and as it is simulated (CPU only; --trace PATH)"
 NAME = "serving_measured"
 MODEL = "llama-8x512"
-COUNT, ROUNDS = 300, 3
+COUNT, ROUNDS = 200, 3
 #: Of the trace: its blocks of 512 tokens come to 16.
 LENGTHS, BLOCK = 1 / 32, 16
-#: Arrivals of the load, as a multiple of what the engine serves.
-PRESSURE = 1.2
+#: Arrivals of the load, as a multiple of what the engine serves: the queue is long, and orders of it differ.
+PRESSURE = 4.0
 BUDGET = "1GiB"
 STEP = 512
 WAYS = ("fcfs", "fair")
