@@ -130,7 +130,7 @@ def parse_args(argv: Sequence[str] | None, known: Mapping[str, ModuleType]) -> t
         help="a folder, or one .jsonl file (default: benchmarks/results; with --quick a new temporary one)",
     )
     parser.add_argument(
-        "--trace", type=Path, metavar="PATH", help="eviction, serving_simulated: a Mooncake trace, a .jsonl file"
+        "--trace", type=Path, metavar="PATH", help="eviction, serving_*: a Mooncake trace, a .jsonl file"
     )
     parser.add_argument("--time-limit", type=float, metavar="S", help="begin no further case after S seconds")
     parser.add_argument("--emulated", action="store_true", help=argparse.SUPPRESS)
