@@ -277,7 +277,7 @@ class Forward(AppendingForward):
     def clear(self) -> None:
         """Drop everything and give all memory back; counters begin at 0."""
         self._log("the end")
-        self.steps.break_off()  # until all of this is done
+        self.steps.shut()  # until all of this is done
         self._release()
         self._held.renew()
         self._forget_steps()
@@ -295,7 +295,7 @@ class Forward(AppendingForward):
         if self.closed:
             return
         self._log("the end")
-        self.steps.break_off()  # until all of this is done
+        self.steps.shut()  # until all of this is done
         self._release()
         self._finalizer.detach()
         if self.memory.private:
@@ -306,6 +306,7 @@ class Forward(AppendingForward):
         self.blanks.clear()
         self.closed = True  # cut short before this, it is unfinished: no step may find what has no owner any more
         self.steps.reset()
+        self.steps.break_off()  # for a thread that found it open just before
 
     def check_open(self) -> None:
         """Raise `ClosedError` after `close`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Callable, Collection
 from functools import partial
@@ -15,6 +16,9 @@ from kvtier.memory.access.change import undone
 RecurrentPart = tuple[int, str, int]
 #: What a forward updates: an attention layer, or a recurrent state.
 Part = int | RecurrentPart
+
+#: Seconds between two looks at whether a thread has left a guard.
+_PAUSE = 0.0002
 
 _CUT_SHORT = (
     "A change of the cache was cut short, by Ctrl-C or an error in its middle, or another thread closes it. `reset()` "
@@ -65,6 +69,18 @@ class Guard:
         if self.broken and self._interrupted is not None:
             self._interrupted()
         self.holder.clear()
+
+    def shut(self) -> None:
+        """Wait until the other thread that is inside has left, for it reads what is about to be given back; then
+        refuse whoever comes."""
+        me = [threading.get_ident()]
+        while (holder := self.holder.setdefault(0, me)) != me:
+            if all(thread.ident != holder[0] for thread in threading.enumerate()):
+                break  # a process that was forked meanwhile has no such thread
+            time.sleep(_PAUSE)
+        self.broken = True
+        if holder is me:
+            self.holder.clear()
 
 
 class StepTracker:
@@ -136,7 +152,7 @@ class StepTracker:
         self.inside: Callable[[int], bool] = lambda thread: False
         self._first: dict[type, int] = {}
         self._interrupted = interrupted
-        self.guard = Guard(partial(self._refused, True), interrupted)
+        self.guard = self._new_guard()
 
     @property
     def complete(self) -> bool:
@@ -347,6 +363,12 @@ class StepTracker:
         """A change of some layers failed in others: nothing but `reset` is possible."""
         self.guard.broken = True
 
+    def shut(self) -> None:
+        """What the cache holds is about to be given back: until `reset`, no thread reads it or adds to it."""
+        before, self.guard = self.guard, self._new_guard()
+        self.break_off()  # whoever comes finds this one, so that the thread inside the other one is soon out
+        before.shut()
+
     def _check_complete(self) -> None:
         if not self.complete:
             raise self._refused(self.inside(self.owner)) if self._owned_by_another() else self.interrupted()
@@ -389,7 +411,10 @@ class StepTracker:
         vars(self._mask).pop("count", None)
         self.expected = self._given
         self.even = True
-        self.guard = Guard(partial(self._refused, True), self._interrupted)
+        self.guard = self._new_guard()
+
+    def _new_guard(self) -> Guard:
+        return Guard(partial(self._refused, True), self._interrupted)
 
     def interrupted(self) -> InterruptedStepError | ConcurrentUseError:
         """The error for a step that did not finish."""

@@ -24,6 +24,8 @@ from kvtier import (
     MismatchError,
     TieredKVCache,
 )
+from kvtier.attention import dispatch
+from kvtier.forward import forward as forward_module
 from kvtier.hf.models import layers
 
 BLOCK_SIZE = 4
@@ -303,6 +305,42 @@ def test_a_second_thread_in_the_middle_of_a_forward_is_refused(
         assert [type(error) for error in raised] == [ConcurrentUseError]
         assert torch.equal(tokens, expected), "the first thread must not notice"
     cache.check_integrity()
+
+
+@pytest.mark.parametrize("end", [TieredKVCache.close, TieredKVCache.reset], ids=["close", "reset"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@torch.no_grad()
+def test_what_another_thread_is_reading_is_given_back_once_it_was_read(
+    attention: str, end: Callable[[TieredKVCache], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where whoever reads a stream of tokens stops in its middle, and leaves the block of the cache."""
+    model, cache = tiny_model("llama", attention), TieredKVCache(block_size=BLOCK_SIZE)
+    model(input_ids=PROMPT, past_key_values=cache)
+    reads, ended, seen = threading.Event(), threading.Event(), list[bool]()
+    where, name = (dispatch, "attend") if attention == "sdpa" else (forward_module, "own_kv")
+    read = getattr(where, name)
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        reads.set()
+        seen.append(ended.wait(timeout=0.2))
+        if seen[-1]:
+            raise RuntimeError("what is read is gone")
+        return read(*args, **kwargs)
+
+    monkeypatch.setattr(where, name, slow)
+
+    def stop() -> None:
+        assert reads.wait(timeout=60)
+        end(cache)
+        ended.set()
+
+    thread = threading.Thread(target=stop, daemon=True)
+    thread.start()
+    told = outcome(lambda: model(input_ids=ONE, past_key_values=cache))
+    thread.join(timeout=60)
+    assert ended.is_set()
+    assert not any(seen)
+    assert isinstance(told, KVTierError), "the next layer is told"
 
 
 def test_threads_may_take_turns(cache_of: Callable[[PreTrainedModel], Cache]) -> None:
