@@ -16,12 +16,14 @@ import torch
 from families import VOCAB, attentions, build_model, tiny_model
 from test_store import GREEDY, fresh, ones, some_ids, store_of
 from torch.optim.optimizer import _global_optimizer_post_hooks
+from torch.testing._internal.two_tensor import TwoTensor
 from transformers import BartConfig, BartForConditionalGeneration, Gemma3ForCausalLM, Gemma3TextConfig
 
 from kvtier import ConfigError, ConversationStore, Engine, KVTierError, TieredKVCache, UnsupportedError
 from kvtier.conversation.calls import prefix_reuse
 from kvtier.conversation.journal import JournalledCache
 from kvtier.hf.models.identity import dependence
+from kvtier.hf.models.identity.fingerprint import fingerprint
 from kvtier.hf.models.identity.written import numbers
 
 FUSED = [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad]
@@ -229,6 +231,37 @@ def test_a_folder_is_bound_to_buffers_that_are_not_saved_with_the_model(tmp_path
     model.model.rotary_emb.inv_freq.mul_(0.25)
     with pytest.raises(ConfigError, match="another weights"):
         store_of(model, directory=tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch announces the successor of this function
+def test_a_folder_is_bound_to_weights_that_are_packed_with_their_bias(tmp_path: Path) -> None:
+    def quantised(seed: int) -> Any:
+        small: Any = torch.ao.quantization.quantize_dynamic(  # type: ignore[no-untyped-call]
+            build_model("llama", "sdpa", seed=seed), {torch.nn.Linear}, dtype=torch.qint8
+        )
+        return small.eval()
+
+    model, ids = quantised(1), some_ids(40)
+    with store_of(model, directory=tmp_path) as store:
+        tell(store, model, ids)
+    with store_of(quantised(1), directory=tmp_path) as store:
+        assert tell(store, model, ids) == 39
+    other = quantised(2)
+    other.set_input_embeddings(model.get_input_embeddings())  # so that what is packed alone differs
+    with pytest.raises(ConfigError, match="another weights"):
+        store_of(other, directory=tmp_path)
+
+
+def test_weights_that_are_made_of_other_tensors_are_part_of_what_a_model_is() -> None:
+    def made_of_two(second: float) -> Any:
+        model = build_model("llama", "sdpa")
+        norm: Any = model.model.norm
+        norm.weight = torch.nn.Parameter(TwoTensor(norm.weight.detach(), norm.weight.detach() + second))
+        return model
+
+    assert fingerprint(made_of_two(1)) == fingerprint(made_of_two(1))
+    assert fingerprint(made_of_two(1)) != fingerprint(made_of_two(2))
+    assert fingerprint(made_of_two(0)) != fingerprint(build_model("llama", "sdpa"))
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -34,15 +36,16 @@ def fingerprint(model: Any) -> dict[str, str]:
     state = inner(model).state_dict()
     # Buffers that are no part of the state (frequencies of rotary embeddings, say) make other keys too.
     for name, x in sorted((_buffers(inner(model)) | state).items()):
-        weights.update(f"{name} {tuple(x.shape)} {x.dtype}".encode())
-        data = _loaded(model, name, x).detach().to("cpu").contiguous().view(-1)
-        if name not in state and data.is_floating_point():
-            data = data.bfloat16()  # each process computes them, on whatever device: the last bits may be others
-        data = data.view(torch.uint8)
-        # A word that differs changes the checksum of its piece; to digest these takes next to nothing.
-        pieces = data.numel() // _PIECE
-        weights.update(checksums(data.data_ptr(), pieces, _PIECE, 0).tobytes())
-        weights.update(data[pieces * _PIECE :].numpy().data)
+        for said, plain in _parts(name, _loaded(model, name, x)):
+            weights.update(said.encode())
+            data = plain.detach().to("cpu").contiguous().view(-1)
+            if name not in state and data.is_floating_point():
+                data = data.bfloat16()  # each process computes them, on whatever device: the last bits may be others
+            data = data.view(torch.uint8)
+            # A word that differs changes the checksum of its piece; to digest these takes next to nothing.
+            pieces = data.numel() // _PIECE
+            weights.update(checksums(data.data_ptr(), pieces, _PIECE, 0).tobytes())
+            weights.update(data[pieces * _PIECE :].numpy().data)
     config = {k: v for k, v in model.config.to_dict().items() if not k.startswith("_") and k not in _NOT_OF_KV}
     return {
         "model": _kind(inner(model)).__name__,
@@ -51,6 +54,25 @@ def fingerprint(model: Any) -> dict[str, str]:
         "weights": weights.hexdigest(),
         "read_by": COMPUTED_BY,
     }
+
+
+def _parts(name: str, x: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """What a state has under a name, as tensors that are plain memory, each with what is said of it. Quantised weights
+    are tensors made of others (torchao), or packed with their bias (torch's own)."""
+    if isinstance(x, (tuple, list)):
+        for i, each in enumerate(x):
+            yield from _parts(f"{name}.{i}", each)
+    elif hasattr(x, "__tensor_flatten__"):
+        inside, how = x.__tensor_flatten__()
+        yield from _parts(f"{name} {type(x).__name__} {tuple(x.shape)} {x.dtype}", how)
+        for each in inside:
+            yield from _parts(f"{name}.{each}", getattr(x, each))
+    elif not isinstance(x, torch.Tensor):
+        said = re.sub(r" at 0x[0-9a-f]+", "", repr(x))  # an address is another one in each process
+        yield f"{name} {said}", torch.empty(0)
+    else:
+        said = f"{name} {tuple(x.shape)} {x.dtype}"
+        yield said, x.dequantize() if x.is_quantized else x
 
 
 def _buffers(model: Any) -> dict[str, torch.Tensor]:
@@ -68,9 +90,9 @@ def _kind(model: Any) -> type:
     return bases[1] if bases[0].__name__ == "FSDPModule" else kind
 
 
-def _loaded(model: Any, name: str, weight: torch.Tensor) -> torch.Tensor:
+def _loaded(model: Any, name: str, weight: Any) -> Any:
     """A weight, from where `accelerate` has put it, or from the processes that it is distributed over."""
-    if weight.device.type != "meta":
+    if not isinstance(weight, torch.Tensor) or weight.device.type != "meta":
         # A `DTensor` has no address, also where one process has all of it.
         return weight.full_tensor() if hasattr(weight, "full_tensor") else weight
     path, _, short = name.rpartition(".")
