@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import platform
 import statistics
 import sys
@@ -44,6 +45,8 @@ EXAMPLE_MODEL = Path(__file__).resolve().parent / "pylm"
 #: Modules of the standard library that make up the text, in this order, as many as the context needs.
 MODULES = ("argparse", "tarfile", "inspect", "typing", "subprocess", "zipfile", "datetime", "shutil")
 FEWEST_TOKENS = 16
+#: The first one belongs to the prefill.
+FEWEST_NEW_TOKENS = 2
 #: Without a cache so many tokens are enough: each takes as long as the prefill.
 TOKENS_WITHOUT_CACHE = 2
 #: Of the prompt, so much is shown before the continuation; marks stand around what was generated.
@@ -100,6 +103,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.context < FEWEST_TOKENS:
         parser.error(f"argument --context: at least {FEWEST_TOKENS} tokens")
+    if args.new_tokens < FEWEST_NEW_TOKENS:
+        parser.error(f"argument --new-tokens: at least {FEWEST_NEW_TOKENS}")
     return args
 
 
@@ -116,6 +121,8 @@ def budget_for(text: str, kv_bytes: int) -> int | str:
     try:
         number = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
+        return text
+    if not (math.isfinite(number) or text.endswith("%")):
         return text
     if text.endswith("%") or "." in text or number == 1:
         if not 0 < number <= 1:
@@ -295,8 +302,9 @@ class Way:
 
 def kv_bytes(cache: DynamicCache) -> int:
     """Bytes of the keys and values of the layers that see the whole context."""
-    full = [layer for layer in cache.layers if not layer.is_sliding and getattr(layer, "keys", None) is not None]
-    return sum(layer.keys.nbytes + layer.values.nbytes for layer in full)
+    # Those of recurrent states do not say whether they slide.
+    full = [x for x in cache.layers if not getattr(x, "is_sliding", True) and getattr(x, "keys", None) is not None]
+    return sum(x.keys.nbytes + x.values.nbytes for x in full)
 
 
 # ---------------------------------------------------------------------------------------- the report
@@ -391,6 +399,8 @@ def demo(args: argparse.Namespace) -> bool:
         cache = DynamicCache(config=model.config)
         expected = task.run(cache, text=False)
         kv = kv_bytes(cache)
+        if not kv:
+            raise UsageError(f"--model {args.model}: no layer of it keeps the whole context, so none is tiered.")
         del cache
         ways = [Way("DynamicCache", kv, 1 / expected.rate, True)]
         say()
