@@ -176,6 +176,7 @@ def judge(case: Case, python: str, url: str) -> bool:
         # aiperf takes a path for a name on the hub if it is told that there is no hub.
         env = {name: x for name, x in os.environ.items() if name not in ("PYTHONPATH", "HF_HUB_OFFLINE")}
         env |= {"COLUMNS": "120"} | ({} if case.tool == "aiperf" else {"HF_HUB_OFFLINE": "1"})
+        output = ""
         try:
             done = subprocess.run(
                 [program, *case.command(url, folder)],
@@ -185,9 +186,9 @@ def judge(case: Case, python: str, url: str) -> bool:
                 text=True,
                 timeout=LONGEST,
             )
+            output = (done.stdout + done.stderr)[-3000:]
             found = case.read(folder)
         except (subprocess.TimeoutExpired, OSError, ValueError, KeyError, TypeError) as error:
-            output = "" if isinstance(error, subprocess.TimeoutExpired) else (done.stdout + done.stderr)[-3000:]
             print(f"{case.tool:<9} {case.name:<22} failed: {error!r}\n{output}", flush=True)
             return False
     server = {key: value - before[key] for key, value in counted(url).items()}
@@ -200,7 +201,7 @@ def judge(case: Case, python: str, url: str) -> bool:
         flush=True,
     )
     if not well:
-        print((done.stdout + done.stderr)[-3000:], flush=True)
+        print(output, flush=True)
     return well
 
 

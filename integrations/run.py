@@ -89,7 +89,10 @@ def python_for(name: str, packages: tuple[str, ...], *, shared: bool = True) -> 
     wanted = "\n".join([*packages, *kept, sys.version])
     if ready.exists() and ready.read_text(encoding="utf-8") == wanted:
         return str(python)
-    venv.create(folder, clear=True, with_pip=True)
+    try:
+        venv.create(folder, clear=True, with_pip=True)
+    except (OSError, subprocess.CalledProcessError) as error:  # a folder that is read only, a Python without ensurepip
+        raise Unavailable(f"no environment can be made: {error}") from error
     if shared:
         _share(folder)
     constraints = folder / "constraints.txt"

@@ -127,6 +127,28 @@ def test_what_cannot_be_installed_is_skipped_with_the_reason(
     assert any(line.startswith("torch==") for line in constraints)
 
 
+@pytest.mark.parametrize("error", [OSError("read-only"), subprocess.CalledProcessError(1, "ensurepip")], ids=type)
+def test_a_python_that_makes_no_environment_skips_what_needs_one(
+    error: Exception, runner: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def create(folder: Path, **options: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(runner, "ENVIRONMENTS", tmp_path)
+    monkeypatch.setattr(runner.venv, "create", create)
+    assert runner.run("peft") == ("skipped", f"no environment can be made: {error}")
+
+
+def test_a_tool_that_does_not_start_has_failed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    judge = runpy.run_path(str(FOLDER / "judge.py"))
+    monkeypatch.setitem(judge["judge"].__globals__, "counted", lambda url: {})
+    assert not judge["judge"](judge["CASES"][0], str(tmp_path / "bin" / "python"), "http://127.0.0.1:9")
+    assert "failed: FileNotFoundError" in capsys.readouterr().out
+
+
 def test_an_environment_that_shares_nothing_is_held_to_the_version_of_torch_alone(
     runner: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
