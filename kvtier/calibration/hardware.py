@@ -92,8 +92,8 @@ def _model(model: Any, block_size: int, seconds: float) -> tuple[Value, str]:
     }
     longest, took = max(sizes, key=lambda x: (x[0].new * (x[0].new + x[0].past), x[0].new))
     return value, (
-        f"{linear.seconds(1) * 1e3:.3g} ms a layer for one token; {took * 1e3:.3g} ms for {longest.new} tokens on "
-        f"{longest.past} cached ones; error {_percent(models.linear_error(tokens))} by tokens, "
+        f"{trial.layers * linear.seconds(1) * 1e3:.3g} ms for one token; {took * 1e3:.3g} ms for {longest.new} tokens "
+        f"on {longest.past} cached ones; error {_percent(models.linear_error(tokens))} by tokens, "
         f"{_percent(models.prefill_error(sizes))} prefill"
     )
 

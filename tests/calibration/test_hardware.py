@@ -21,13 +21,16 @@ from kvtier.calibration.measurements import model as models
 from kvtier.calibration.measurements.link import share_kept
 from kvtier.cpu import native
 from kvtier.errors import ConfigError
+from kvtier.hf.models.checkpoint.config import completed
 from kvtier.kernels import launch
 from kvtier.memory import measured
 from kvtier.memory.storage.layout import BlockLayout
-from kvtier.planning.hardware.predictors import PrefillSize
+from kvtier.planning.hardware.model_size import model_size
+from kvtier.planning.hardware.predictors import Linear, PrefillSize
 from kvtier.planning.hardware.profile import HardwareProfile
 from kvtier.planning.policies.adaptive import Adaptive
 from kvtier.planning.rates import Rates
+from kvtier.planning.simulation.outlook import Demand, foresee
 
 CPU = torch.device("cpu")
 CONFIG = LlamaConfig(
@@ -216,6 +219,37 @@ def test_windows_and_states_are_as_they_were_too(kind: str, sizes: dict[str, Any
     assert trial.refills is refills
     for x in seen[1:3]:
         torch.testing.assert_close(x, seen[0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("llama", {}),
+        ("gemma3_text", {"layer_types": ["sliding_attention"] * 3 + ["full_attention"]}),
+        ("mistral", {"sliding_window": 16}),
+        ("jamba", {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4, "num_experts": 2}),
+    ],
+)
+def test_a_step_is_planned_to_take_what_was_measured_whatever_its_layers_keep(
+    kind: str, sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models, "_times", lambda made, seconds: [3.0] * len(made))
+    common = {name: getattr(CONFIG, name) for name in ("vocab_size", "hidden_size", "intermediate_size")}
+    heads = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    some = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **common, **heads, **sizes)).eval()
+    trial = models.Trial(some)
+    try:
+        with torch.no_grad():
+            linear = Linear.fit(models.measure_linear(trial, 0.1))
+    finally:
+        trial.close()
+    size = model_size(completed(some.config.to_dict())[0])
+    machine = HardwareProfile.estimate("h100", size)
+    planned = [
+        foresee(size, profile, Demand(1, 1, 2**30, 2**30)).speeds[0].seconds
+        for profile in (machine, machine.with_part("linear", linear))
+    ]
+    assert planned[1] == pytest.approx(3.0, abs=planned[0])
 
 
 def test_a_model_that_is_filled_again_has_time_for_fewer_sizes(

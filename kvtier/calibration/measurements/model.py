@@ -14,6 +14,7 @@ import torch
 from kvtier.calibration.timing import in_turn
 from kvtier.errors import ConfigError, UnsupportedError
 from kvtier.hf.cache.cache import TieredKVCache
+from kvtier.hf.models.layers import is_full_attention, transformers_layers
 from kvtier.hf.models.names import CACHE
 from kvtier.planning.fit import held_out_error
 from kvtier.planning.hardware.predictors import Linear, Prefill, PrefillSize
@@ -46,6 +47,7 @@ class Trial:
         block_size: of the caches; None: their own choice.
 
     Attributes:
+        layers: that its caches tier, into which plans divide a forward (`ModelSize.parts`); 1 where there are none.
         refills: whether the model keeps a recurrent state, from which no token can be taken back: its caches are
             emptied and filled again.
 
@@ -61,7 +63,7 @@ class Trial:
             raise ConfigError(f"A {type(model).__name__} is no decoder that takes tokens alone: it cannot be timed.")
         self.model, self._config, self._words = model, config, words
         self._block_size = block_size
-        self.layers = int(getattr(text, "num_hidden_layers", 1))
+        self.layers = max(sum(map(is_full_attention, transformers_layers(config))), 1)
         self.most = int(getattr(text, "max_position_embeddings", None) or 2**30)
         self.device = model.device
         self.refills = False
@@ -123,7 +125,7 @@ class Trial:
 
 
 def measure_linear(trial: Trial, seconds: float) -> list[tuple[float, float]]:
-    """(tokens, seconds per layer), for as many tokens as there is time for."""
+    """(tokens, seconds per tiered layer), for as many tokens as there is time for."""
     sizes = [PrefillSize(n, HELD) for n in TOKENS if n + HELD <= trial.most]
     made = _affordable(trial, sizes, seconds)
     times = _times(made, seconds * _TIMED)

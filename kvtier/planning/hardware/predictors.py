@@ -139,8 +139,10 @@ class HostAttention:
 class Linear:
     """Seconds of all of a layer but attention over the past: projections, MLP, norms, and its share of the rest.
 
+    The layers are those that are tiered, or one where none is (`ModelSize.parts`): all others are a part of the rest.
+
     Attributes:
-        knots: (tokens of all sequences in the step, seconds per layer), rising.
+        knots: (tokens of all sequences in the step, seconds per tiered layer), rising.
     """
 
     knots: tuple[tuple[float, float], ...]
