@@ -911,7 +911,15 @@ def test_what_a_config_does_not_say_is_no_limit(config: Path, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize(
-    ("weights", "said"), [(8_030_000_000, "8.03 billion"), (3_540_000, "3.54 million"), (999, "999")]
+    ("weights", "said"),
+    [
+        (1_026_000_000_000, "1,026 billion"),
+        (8_030_000_000, "8.03 billion"),
+        (999_885_952, "1 billion"),
+        (999_400_000, "999 million"),
+        (3_540_000, "3.54 million"),
+        (999, "999"),
+    ],
 )
 def test_weights_are_counted_in_words(weights: int, said: str) -> None:
     assert millions(weights) == said
@@ -976,6 +984,18 @@ def test_times_are_written_without_powers_of_ten() -> None:
         2106.6: "2,107 s",
     }
     assert {seconds: report._time(seconds) for seconds in times} == times
+
+
+def test_speeds_are_written_without_powers_of_ten(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Many short sequences have many tokens per second; a long one has steps of many milliseconds."""
+    for options in (("h100", "--context", "1k", "--batch", 256), ("cpu", "--context", "32m", "--host-budget", "8TiB")):
+        args = (config, "--device", *options)
+        first = planned(capsys, *args)["outlook_per_device"]["speeds"][0]
+        assert max(1e3 * first["seconds"], first["tokens"]) > 10_000
+        said, *_ = (x.split() for x in plan(capsys, *args)[1].splitlines() if x.startswith(first["name"] + " "))
+        figures = [float(x.replace(",", "")) for x in said[len(first["name"].split()) :][:2]]
+        assert figures == pytest.approx([1e3 * first["seconds"], first["tokens"]], rel=1e-3)
+        assert not any("e+" in x for x in said)
 
 
 def test_a_profile_of_a_machine_without_a_device_needs_no_budget_of_one(

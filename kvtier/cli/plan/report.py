@@ -59,8 +59,8 @@ def table(plan: Planned) -> str:
     lines += ["", f"{'policy':<20}{'ms / step':>11}{'tokens / s':>12}{'fetched':>12}{'on host':>12}  bound by"]
     for x in outlook.speeds:
         lines.append(
-            f"{x.name:<20}{1e3 * x.seconds:>11.4g}{x.tokens:>12.4g}{format_size(x.fetched_bytes * n):>12}"
-            f"{format_size(x.host_bytes * n):>12}  {x.binding}"
+            f"{x.name:<20}{_number(1e3 * x.seconds):>11}{_number(x.tokens):>12}"
+            f"{format_size(x.fetched_bytes * n):>12}{format_size(x.host_bytes * n):>12}  {x.binding}"
         )
     if any(x.name == "all-fetch" and x.host_bytes for x in outlook.speeds):
         lines.append("all-fetch: the budget has no room to fetch all of a layer in time; the host attends to the rest.")
@@ -106,6 +106,11 @@ def _reach(plan: Planned) -> list[str]:
     return [line]
 
 
+def _number(x: float, digits: int = 4) -> str:
+    """A number with so many digits, or all that it has before the point: "3.141", "31,416"."""
+    return f"{x:.{digits}g}" if x < 10**digits - 0.5 else f"{x:,.0f}"
+
+
 def _time(seconds: float) -> str:
     """ "298 ms", "43.6 s", "2,187 s"."""
     if seconds < 0.1:
@@ -115,8 +120,10 @@ def _time(seconds: float) -> str:
 
 def millions(weights: int) -> str:
     """A number of weights: "8.03 billion", "3.54 million"."""
-    scale, word = next((x for x in ((1e9, "billion"), (1e6, "million")) if weights >= x[0]), (1.0, ""))
-    return f"{weights / scale:.3g} {word}" if word else f"{weights:,}"
+    if weights < 1e6:
+        return f"{weights:,}"
+    million = _number(weights / 1e6, 3)
+    return f"{_number(weights / 1e9, 3)} billion" if "," in million else f"{million} million"
 
 
 def as_json(plan: Planned) -> dict[str, Any]:
