@@ -162,6 +162,18 @@ def test_what_is_predicted_of_one_conversation_is_what_the_simulator_gives_where
             assert found.total == pytest.approx(found.plans[0].seconds, rel=1e-9), seed
 
 
+def test_what_the_host_attends_to_is_read_by_each_chunk_in_the_prediction_too() -> None:
+    what = conversation(("host", 4096), new=12)
+    took = [always(what, replace(PRICES, chunk=chunk), None, "attend").seconds for chunk in (0, 4)]
+    assert took[1] == pytest.approx(3 * took[0], rel=0.1)
+    for runs in ((("host", 4096),), (("disk", 512), ("host", 4096)), (("host", 64), ("disk", 64))):
+        for chunk, new, batch in itertools.product((1, 5, 16), (1, 5, 12), (1, 4)):
+            what, prices = conversation(*runs, new=new, batch=batch), replace(PRICES, host=30e9, chunk=chunk)
+            found = resumed([what], prices, lambda *given: always(*given, "attend"))
+            assert found.plans[0].attended > 0
+            assert found.total == pytest.approx(found.plans[0].seconds, rel=1e-9), (runs, chunk, new, batch)
+
+
 def test_the_link_waits_for_the_disk_and_what_is_behind_that_waits_too() -> None:
     prices = replace(PRICES, up=10e9, disk=1e9, copy_overhead=0.0)
     disk, link = 4096 * TOKEN / prices.disk, 4096 * TOKEN / prices.up  # seconds of a layer

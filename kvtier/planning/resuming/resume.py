@@ -197,10 +197,13 @@ class _Search:
             factor = prices.computing if both and not last else 1.0
             seconds = self.seconds(tokens, past) * factor
             first = self.seconds(min(tokens, self.chunk or tokens), past) * factor
-            if last and hosted:
-                own = prices.host_overhead + hosted / prices.host
-                bound_by_host = own > seconds / layers
-                seconds = first = layers * max(seconds / layers, own)
+            if last and hosted:  # which each chunk reads
+                own = layers * (prices.host_overhead + hosted / prices.host)
+                size = self.chunk or tokens
+                each = [self.seconds(min(size, tokens - i), past + i) for i in range(0, tokens, size)]
+                bound_by_host = own > min(each)
+                first, *rest = (max(x, own) for x in each)
+                seconds = first + sum(rest)
             start = clock
             if loads:
                 came, link, disk = arrivals(loads, layers, link, disk)
