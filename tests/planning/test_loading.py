@@ -250,3 +250,14 @@ def test_what_is_hardly_better_is_not_worth_a_head(slower: int, splits: bool) ->
         choice.computed(tokens, 0, 1, tokens * slower * 1e-3)
     files = [(start, 100 * BYTES) for start in range(0, 10_000, 100)]
     assert (choice.choose(SavedPrefix(files, 10_000, 0, 64, 16)) > 0) == splits
+
+
+def test_loads_that_are_all_overhead_are_waited_for() -> None:
+    choice = LoadOrCompute()
+    for nbytes, seconds in ((10**4, 60e-3), (10**5, 59e-3), (10**6, 58e-3)):
+        choice.loaded(nbytes, seconds)
+    assert choice.seconds_to_load(10**6) == choice.seconds_to_load(0)
+    for tokens in (10, 100, 1000):
+        choice.computed(tokens, 0, 1, 1e-4 * tokens)
+    assert choice.choose(SavedPrefix([(0, 10**4)], 64, 0, 8, 64)) == 64
+    assert choice.choose(SavedPrefix([(0, 10**4)], 10_000, 0, 8, 64)) == 0

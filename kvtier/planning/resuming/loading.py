@@ -17,6 +17,7 @@ from typing import Any
 
 from kvtier.planning.fit import least_relative
 from kvtier.planning.hardware.predictors import Prefill, PrefillSize
+from kvtier.planning.rates import FASTEST
 from kvtier.planning.resuming.prefix import Busy, PrefixRun, Prices, Resume, SavedPrefix
 from kvtier.planning.resuming.resume import decide
 
@@ -198,7 +199,7 @@ class LoadOrCompute:
         return Prices(
             self._prefill.seconds,
             up=math.inf,
-            disk=1 / self._load[1] if self._load[1] > 0 else math.inf,
+            disk=1 / self._load[1] if self._load[1] > 0 else FASTEST,  # not at once: its overhead is waited for
             copy_overhead=0.0,
             computing=computing,
             loading=loading,
