@@ -252,6 +252,20 @@ def test_what_is_hardly_better_is_not_worth_a_head(slower: int, splits: bool) ->
     assert (choice.choose(SavedPrefix(files, 10_000, 0, 64, 16)) > 0) == splits
 
 
+def test_computing_slows_the_overhead_of_a_load_down_too() -> None:
+    """Of a load of 44 ms its bytes take 12: what a head saves of these is less than it makes the rest slower by."""
+    choice, files = LoadOrCompute(), [(0, 4 * 10**6), (512, 4 * 10**6), (1024, 4 * 10**6)]
+    for nbytes in (10**5, 10**6, 10**7):
+        choice.loaded(nbytes, 32e-3 + nbytes * 1e-9)
+    for tokens in (10, 100, 1000):
+        choice.computed(tokens, 0, 1, 1e-5 * tokens)
+    saved = SavedPrefix(files, 10_000, 0, 8, 64)
+    assert choice.choose(saved) == 1024, "the bytes of the head are saved"
+    for _ in range(12):
+        choice.loaded_overlapped(10**6, 1.5 * (32e-3 + 1e-3))
+    assert choice.choose(saved) == 0
+
+
 def test_loads_that_are_all_overhead_are_waited_for() -> None:
     choice = LoadOrCompute()
     for nbytes, seconds in ((10**4, 60e-3), (10**5, 59e-3), (10**6, 58e-3)):

@@ -152,15 +152,18 @@ class LoadOrCompute:
         runs = [PrefixRun("device", past, 0)] + [
             PrefixRun("disk", cuts[i + 1] - cuts[i], left[i] - left[i + 1]) for i in range(len(cuts) - 1)
         ]
+        # Computing slows the whole load down, its overhead too; a load of all is behind no computing.
+        overhead, slower = self.seconds_to_load(0) or 0.0, self._slower()[1]
         found = decide(
             Resume(
                 runs, more, layers=1, batch=saved.batch, block=length, host_queries=0
             ),  # a run is one block: files stay whole
             self._price(),
-            Busy(disk=self.seconds_to_load(0) or 0.0),
+            Busy(disk=slower * overhead),
         )
+        load_all = found.alternatives["load"] - (slower - 1) * overhead
         start = next((x.start for x in found.choices if x.verb == "load"), length)
-        if start <= past or found.alternatives["load"] <= MARGIN * found.seconds or self._computed >= PROBE:
+        if start <= past or load_all <= MARGIN * found.seconds or self._computed >= PROBE:
             self._computed = 0
             return whole
         self._computed += 1
