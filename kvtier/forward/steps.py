@@ -153,6 +153,8 @@ class StepTracker:
         self._first: dict[type, int] = {}
         self._interrupted = interrupted
         self.guard = self._new_guard()
+        #: Guards that a thread may still be inside.
+        self._left: list[Guard] = []
 
     @property
     def complete(self) -> bool:
@@ -365,9 +367,12 @@ class StepTracker:
 
     def shut(self) -> None:
         """What the cache holds is about to be given back: until `reset`, no thread reads it or adds to it."""
-        before, self.guard = self.guard, self._new_guard()
+        self._left.append(self.guard)
+        self.guard = self._new_guard()
         self.break_off()  # whoever comes finds this one, so that the thread inside the other one is soon out
-        before.shut()
+        while self._left:
+            self._left[-1].shut()
+            self._left.pop()  # behind it: who is called again after an interrupt waits for the same thread
 
     def _check_complete(self) -> None:
         if not self.complete:

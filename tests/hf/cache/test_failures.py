@@ -2,9 +2,11 @@
 
 import copy
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -26,6 +28,7 @@ from kvtier import (
 )
 from kvtier.attention import dispatch
 from kvtier.forward import forward as forward_module
+from kvtier.forward import steps
 from kvtier.hf.models import layers
 
 BLOCK_SIZE = 4
@@ -308,10 +311,10 @@ def test_a_second_thread_in_the_middle_of_a_forward_is_refused(
 
 
 @pytest.mark.parametrize("end", [TieredKVCache.close, TieredKVCache.reset], ids=["close", "reset"])
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(("attention", "interrupted"), [("sdpa", False), ("eager", False), ("sdpa", True)])
 @torch.no_grad()
 def test_what_another_thread_is_reading_is_given_back_once_it_was_read(
-    attention: str, end: Callable[[TieredKVCache], None], monkeypatch: pytest.MonkeyPatch
+    attention: str, interrupted: bool, end: Callable[[TieredKVCache], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where whoever reads a stream of tokens stops in its middle, and leaves the block of the cache."""
     model, cache = tiny_model("llama", attention), TieredKVCache(block_size=BLOCK_SIZE)
@@ -329,8 +332,20 @@ def test_what_another_thread_is_reading_is_given_back_once_it_was_read(
 
     monkeypatch.setattr(where, name, slow)
 
+    interrupts = [KeyboardInterrupt()] * interrupted
+
+    def pause(seconds: float) -> None:
+        if interrupts:
+            raise interrupts.pop()
+        time.sleep(seconds)
+
+    monkeypatch.setattr(steps, "time", SimpleNamespace(sleep=pause))
+
     def stop() -> None:
         assert reads.wait(timeout=60)
+        if interrupted:
+            with pytest.raises(KeyboardInterrupt):
+                end(cache)
         end(cache)
         ended.set()
 
