@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,7 @@ MEASURE = ["bench", "--measure", str(TRAINED), "--host-budget", "64MiB", "--coun
 
 
 def test_an_engine_of_a_model_serves_a_load_for_real(capsys: pytest.CaptureFixture[str]) -> None:
-    options = [*MEASURE, "--rate", "50", "--prompt", "20", "--output", "4"]
+    options, level = [*MEASURE, "--rate", "50", "--prompt", "20", "--output", "4"], logging.getLogger("kvtier").level
     assert main([*options, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["simulated"] is False
@@ -132,6 +133,7 @@ def test_an_engine_of_a_model_serves_a_load_for_real(capsys: pytest.CaptureFixtu
         assert figures["rows"] >= 1
     assert main([*options, "--scheduler", "fcfs"]) == 0
     lines = capsys.readouterr().out.splitlines()
+    assert logging.getLogger("kvtier").level == level, "what a command logs is no business of what comes behind it"
     assert lines[0].startswith(f"Measured: {TRAINED} on cpu, float32, packed; 6 requests, generated: 50 in a second.")
     assert [line.split()[0] for line in lines[3:]] == ["scheduler", "fcfs"]
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from kvtier.cli.bench.loads import block_of, load_of
@@ -35,16 +37,28 @@ def measured(args: argparse.Namespace) -> Found:
         raise ConfigError(
             f"The longest request has {most:,} tokens, and the model was made for {positions:,}. {_shorter(args)}"
         )
-    logging.getLogger("kvtier").setLevel(logging.ERROR)  # warnings would come between lines of progress
     outcomes, facts = dict[str, Outcome](), dict[str, Any]()
-    for name in args.scheduler:
-        outcomes[name], facts = _served(args, model, name, requests)
+    with _errors_alone():
+        for name in args.scheduler:
+            outcomes[name], facts = _served(args, model, name, requests)
     heading = [
         f"Measured: {args.measure} on {facts['device']}, {facts['dtype']}, {facts['runner']}; {len(requests)} "
         f"requests, {load}.",
         f"KV: {_room(facts)}.",
     ]
     return Found(heading, {"simulated": False, "load": load, "requests": len(requests)} | facts, outcomes)
+
+
+@contextlib.contextmanager
+def _errors_alone() -> Iterator[None]:
+    """Without kvtier's warnings, which come between lines of progress."""
+    log = logging.getLogger("kvtier")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 def _served(
