@@ -25,6 +25,7 @@ POLICIES: dict[str, Callable[[Trial], Policy]] = {
     "estimated": lambda trial: Adaptive(),
 }
 SETTINGS_OF: dict[str, Callable[[int], Trial]] = {"alike": Trial.even, "uneven": Trial.drawn}
+CASES = tuple(SETTINGS_OF)
 #: So many settings at a time, so that progress shows.
 _PORTION = 20
 
@@ -34,6 +35,8 @@ def run(bench: Bench) -> None:
     settings = bench.settings.rounds or (20 if bench.settings.quick else SETTINGS)
     rows, found = [], list[Target]()
     for kind, drawn in SETTINGS_OF.items():
+        if not bench.selected(kind):
+            continue
         portions = []
         for first in range(0, settings, _PORTION):
             bench.progress(f"simulated: {kind} setting {first} of {settings}")
