@@ -338,8 +338,9 @@ class CostModel:
         if prediction is not None and record.seconds > 0 and part > 0 and not moving:
             if self._linear.value is not None:
                 self._errors.add(abs(prediction.seconds - record.seconds * part) / (record.seconds * part))
-            rest = record.seconds - self._idle(record, prediction, part) - prediction.device / part
-            if self._learn_linear(rest, prediction, part, self._is_late(record, prediction)):
+            for_host, for_copies = self._waits(record, prediction, part)
+            rest = record.seconds - for_host - for_copies - prediction.device / part
+            if self._learn_linear(rest, prediction, part, self._is_late(record, prediction, for_copies)):
                 jumped = (*jumped, "linear")
             self._fit_overheads(prediction, part)
         return jumped
@@ -389,11 +390,11 @@ class CostModel:
         spilled = prediction.fetched_bytes + prediction.host_bytes
         return abs(record.bytes_up - prediction.fetched_bytes) > MOVING * spilled
 
-    def _is_late(self, record: StepRecord, prediction: Prediction) -> bool:
+    def _is_late(self, record: StepRecord, prediction: Prediction, for_copies: float) -> bool:
         """Whether a step waited for the link, so that the linear part is at most what is left of it. Where nobody
         chooses another share that is taken for it."""
         waited = prediction.fetching > (1 - JUMP) * (prediction.base + prediction.exposed)
-        waited = waited or record.stall_seconds > STALLED * record.seconds
+        waited = waited or for_copies > STALLED * record.seconds
         return waited and self._chooses and bool(prediction.waits)
 
     def _learn_linear(self, seconds: float, prediction: Prediction, part: float, late: bool) -> bool:
@@ -417,13 +418,13 @@ class CostModel:
         assert found.value is not None
         return abs(found.value - before) > JUMP * (before + prediction.device / part)
 
-    def _idle(self, record: StepRecord, prediction: Prediction, part: float) -> float:
-        """Seconds in which the device waited for host attention, from what that took, and for copies. A layer that
-        needs both waits for its copies while the host attends for it."""
+    def _waits(self, record: StepRecord, prediction: Prediction, part: float) -> tuple[float, float]:
+        """Seconds in which the device waited for host attention, from what that took, and for copies alone. A layer
+        that needs both waits for its copies while the host attends for it."""
         if not prediction.host_bytes:
-            return record.stall_seconds
+            return 0.0, record.stall_seconds
         if not record.host_bytes:
-            return record.stall_seconds + prediction.exposed / part
+            return prediction.exposed / part, record.stall_seconds
         per_byte, alone, both = record.host_seconds / record.host_bytes, 0.0, 0.0
         for count, left, attended, on_link in prediction.waits:
             waited = count * max(self.rates.host_overhead + left * per_byte - attended, 0.0)
@@ -431,7 +432,7 @@ class CostModel:
                 both += waited
             else:
                 alone += waited
-        return alone / part + max(record.stall_seconds, both / part)
+        return (alone + both) / part, max(record.stall_seconds - both / part, 0.0)
 
     def _host_rates(self, record: StepRecord, prediction: Prediction | None, part: float) -> dict[str, float]:
         """The host's rate with the link idle, and what it loses to a busy link, after one more step."""
@@ -441,7 +442,7 @@ class CostModel:
             if self.linear is None:
                 return {}  # nobody knows yet for how much of host attention the link was busy
             busy = self._busy(record, prediction, part)
-            if record.stall_seconds > STALLED * record.seconds:
+            if self._waits(record, prediction, part)[1] > STALLED * record.seconds:
                 busy = 1.0  # the link is behind
         if busy < IDLE:
             self._alone.add(seen / (1 - self.rates.shared * busy))
