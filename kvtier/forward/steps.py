@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import weakref
@@ -370,9 +371,11 @@ class StepTracker:
         self._left.append(self.guard)
         self.guard = self._new_guard()
         self.break_off()  # whoever comes finds this one, so that the thread inside the other one is soon out
-        while self._left:
-            self._left[-1].shut()
-            self._left.pop()  # behind it: who is called again after an interrupt waits for the same thread
+        for guard in reversed(self._left.copy()):
+            guard.shut()
+            # Behind it: who is called again after an interrupt waits for the same thread. Another one may wait, too.
+            with contextlib.suppress(ValueError):
+                self._left.remove(guard)
 
     def _check_complete(self) -> None:
         if not self.complete:

@@ -358,6 +358,39 @@ def test_what_another_thread_is_reading_is_given_back_once_it_was_read(
     assert isinstance(told, KVTierError), "the next layer is told"
 
 
+@pytest.mark.parametrize("end", [TieredKVCache.close, TieredKVCache.reset], ids=["close", "reset"])
+def test_two_threads_may_end_at_a_time_what_a_third_one_is_reading(
+    end: Callable[[TieredKVCache], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, waiting, failed = TieredKVCache(block_size=BLOCK_SIZE), set[int](), list[BaseException]()
+    tiny_model("llama")(input_ids=PROMPT, past_key_values=cache)
+
+    def pause(seconds: float) -> None:
+        waiting.add(threading.get_ident())
+        time.sleep(seconds)
+
+    monkeypatch.setattr(steps, "time", SimpleNamespace(sleep=pause))
+
+    def stop() -> None:
+        try:
+            end(cache)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=stop, daemon=True) for _ in range(2)]
+    with cache._forward.steps.guard:
+        for thread in threads:
+            thread.start()
+        limit = time.monotonic() + 60
+        while len(waiting) < 2 and time.monotonic() < limit:
+            time.sleep(0.001)
+    for thread in threads:
+        thread.join(timeout=60)
+        assert not thread.is_alive()
+    assert len(waiting) == 2
+    assert not failed
+
+
 def test_threads_may_take_turns(cache_of: Callable[[PreTrainedModel], Cache]) -> None:
     model = tiny_model("llama")
     expected = generate(model, dynamic_cache(model))
