@@ -213,7 +213,8 @@ class _Replay:
         """A request has ended, and those that follow it are due some time later."""
         if output.error is not None:
             raise output.error
-        if output.scheduled is None or output.first_token is None or output.finished is None:
+        cancelled = output.finish_reason == "cancelled"  # in the middle of its answer, too
+        if cancelled or output.scheduled is None or output.first_token is None or output.finished is None:
             raise ClosedError(f"Request {index} was {output.finish_reason}.")
         served = self._served[index]
         served.scheduled, served.first = output.scheduled - began, output.first_token - began

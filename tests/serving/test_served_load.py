@@ -146,6 +146,24 @@ def test_an_engine_that_is_closed_meanwhile_ends_the_replay(engine: Spied) -> No
     closing.join()
 
 
+def test_a_request_that_is_cancelled_in_the_middle_of_its_answer_counts_as_no_whole_one(engine: Spied) -> None:
+    add = engine.add_request
+
+    def spied(ids: Any, *args: Any, listener: Any = None, **kwargs: Any) -> str:
+        if listener is None:
+            return add(ids, *args, **kwargs)
+
+        def hear(output: RequestOutput) -> None:
+            engine.cancel(output.request_id)
+            listener(output)
+
+        return add(ids, *args, listener=hear, **kwargs)
+
+    engine.add_request = spied  # type: ignore[method-assign]
+    with pytest.raises(ClosedError, match="Request 0 was cancelled"):
+        replay(engine, [Request(0.0, 6, 50)], block_size=BLOCK)
+
+
 def test_tokens_that_mean_something_to_a_model_are_in_no_prompt() -> None:
     model = build_model("llama", "sdpa")
     model.config.image_token_id, model.generation_config.eos_token_id = 7, [3, 4]
