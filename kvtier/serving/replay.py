@@ -60,21 +60,23 @@ def replay(
         raise ConfigError("A load needs at least one request.")
     if not engine.alive:
         raise ClosedError("The engine's thread does not run: call `start`.")
-    _check_longest(engine, requests)
-    _warm_up(engine)
+    longest = max(requests, key=lambda request: request.prompt + request.output)
+    _check_fits(engine, longest)
+    _warm_up(engine, longest.prompt + longest.output)
     return _Replay(engine, _Prompts(engine.model, requests, block_size, seed), stateful, progress).run()
 
 
-def _check_longest(engine: Engine, requests: Sequence[Request]) -> None:
+def _check_fits(engine: Engine, longest: Request) -> None:
     """Raise what the engine raises of a request that it could never serve."""
-    longest = max(requests, key=lambda request: request.prompt + request.output)
     ids = [_ordinary(engine.model)[0]] * longest.prompt
     engine.cancel(engine.add_request(ids, max_new_tokens=longest.output, **_TO_LENGTH))
 
 
-def _warm_up(engine: Engine) -> None:
+def _warm_up(engine: Engine, most: int) -> None:
     draw, known = random.Random("warm up"), _ordinary(engine.model)
     prompt, output = _WARM_UP
+    if prompt + output > most:  # of more tokens there may be no room, nor positions
+        prompt, output = most - 1, 1
     names = [
         engine.add_request(draw.choices(known, k=prompt), max_new_tokens=output, salt="warm up", **_TO_LENGTH)
         for _ in range(_WARM_REQUESTS)

@@ -164,6 +164,14 @@ def test_a_request_that_is_cancelled_in_the_middle_of_its_answer_counts_as_no_wh
         replay(engine, [Request(0.0, 6, 50)], block_size=BLOCK)
 
 
+def test_a_load_that_fits_is_served_where_the_warm_up_would_not_fit() -> None:
+    with Engine(tiny_model("llama"), host_budget="28KB", block_size=BLOCK) as engine:
+        most = engine.load.total_blocks * BLOCK
+        assert most < 64
+        outcome = replay(engine, [Request(0.0, 6, 2), Request(0.0, most - 2, 2)], block_size=BLOCK)
+    assert all(math.isfinite(x.finished) for x in outcome.requests)
+
+
 def test_tokens_that_mean_something_to_a_model_are_in_no_prompt() -> None:
     model = build_model("llama", "sdpa")
     model.config.image_token_id, model.generation_config.eos_token_id = 7, [3, 4]
