@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import queue
 import random
 import time
@@ -12,6 +13,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from kvtier.errors import ClosedError, ConfigError
+from kvtier.hf.engine.settings import token_by_token
 from kvtier.hf.models.generation import special_tokens, vocabulary_of
 from kvtier.scheduling.simulation.outcome import Outcome, Request, Served
 from kvtier.serving.engine import Engine
@@ -23,7 +25,7 @@ _WARM_REQUESTS = 2
 #: Seconds after which it is looked whether the engine's thread is still there.
 _LOOK = 1.0
 #: As `generate` has it: no end but the length, and the likeliest token.
-_TO_LENGTH: dict[str, Any] = {"eos_token_id": -1, "do_sample": False}
+_TO_LENGTH: dict[str, Any] = {"eos_token_id": -1, "stop_strings": [], "max_time": math.inf, "do_sample": False}
 
 
 def replay(
@@ -43,8 +45,8 @@ def replay(
     (`Served.arrived`).
 
     Args:
-        engine: with the clock `time.monotonic`, and its thread running. What it has computed before stays out of the
-            figures.
+        engine: with the clock `time.monotonic`, and its thread running. What it has computed before is in no count;
+            but a load is found again by the same load, where that is `stateful`.
         requests: see `kvtier.scheduling.simulation.loads`.
         block_size: tokens of a key's block.
         stateful: whether requests may begin with what others have computed.
@@ -69,7 +71,7 @@ def replay(
 def _check_fits(engine: Engine, longest: Request) -> None:
     """Raise what the engine raises of a request that it could never serve."""
     ids = [_ordinary(engine.model)[0]] * longest.prompt
-    engine.cancel(engine.add_request(ids, max_new_tokens=longest.output, **_TO_LENGTH))
+    engine.cancel(engine.add_request(ids, max_new_tokens=longest.output, **_to_length(engine.model)))
 
 
 def _warm_up(engine: Engine, most: int) -> None:
@@ -77,14 +79,17 @@ def _warm_up(engine: Engine, most: int) -> None:
     prompt, output = _WARM_UP
     if prompt + output > most:  # of more tokens there may be no room, nor positions
         prompt, output = most - 1, 1
-    names = [
-        engine.add_request(draw.choices(known, k=prompt), max_new_tokens=output, salt="warm up", **_TO_LENGTH)
-        for _ in range(_WARM_REQUESTS)
-    ]
+    options = _to_length(engine.model) | {"max_new_tokens": output, "salt": "warm up"}
+    names = [engine.add_request(draw.choices(known, k=prompt), **options) for _ in range(_WARM_REQUESTS)]
     for name in names:
         error = engine.wait(name).error
         if error is not None:
             raise error
+
+
+def _to_length(model: Any) -> dict[str, Any]:
+    """Settings of each request, whatever the model's own generation config asks for."""
+    return _TO_LENGTH | token_by_token(model.generation_config)
 
 
 def _ordinary(model: Any) -> list[int]:
@@ -153,6 +158,7 @@ class _Replay:
         self, engine: Engine, prompts: _Prompts, stateful: bool, progress: Callable[[int, int], None] | None
     ) -> None:
         self._engine, self._prompts, self._stateful, self._progress = engine, prompts, stateful, progress
+        self._options = _to_length(engine.model)
         self._ended = queue.SimpleQueue[tuple[int, RequestOutput]]()
         self._followers: dict[int, list[int]] = {}
         #: Seconds from the beginning, and which request is due then.
@@ -208,7 +214,7 @@ class _Replay:
             salt=None if self._stateful else f"request {index}",
             listener=hear,
             max_new_tokens=request.output,
-            **_TO_LENGTH,
+            **self._options,
         )
 
     def _end(self, index: int, output: RequestOutput, began: float) -> None:

@@ -164,6 +164,17 @@ def test_a_request_that_is_cancelled_in_the_middle_of_its_answer_counts_as_no_wh
         replay(engine, [Request(0.0, 6, 50)], block_size=BLOCK)
 
 
+@pytest.mark.parametrize(
+    "own", [{"num_beams": 4}, {"output_scores": True}, {"stop_strings": ["a"]}, {"max_time": 1e-9}]
+)
+def test_what_a_models_own_generation_config_asks_for_keeps_no_answer_from_its_length(own: dict[str, Any]) -> None:
+    model = build_model("llama", "sdpa")
+    vars(model.generation_config).update(own)
+    with Spied(model, host_budget="100MB", block_size=BLOCK) as engine:
+        replay(engine, [Request(0.0, 6, 5)], block_size=BLOCK)
+    assert [len(x.generated_tokens) for x in engine.outputs] == [5]
+
+
 def test_a_load_that_fits_is_served_where_the_warm_up_would_not_fit() -> None:
     with Engine(tiny_model("llama"), host_budget="28KB", block_size=BLOCK) as engine:
         most = engine.load.total_blocks * BLOCK
