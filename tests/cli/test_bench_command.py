@@ -181,6 +181,24 @@ def test_options_of_a_measured_engine_are_refused_without_one(capsys: pytest.Cap
     assert "no-such-folder/at-all" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("trace", "length", "scale"),
+    [("azure", 9, "1e308"), ("mooncake", 9, "1e306"), ("mooncake", 10**400, "1")],
+    ids=["azure", "mooncake", "long"],
+)
+def test_lengths_that_are_no_numbers_are_said(
+    trace: str, length: int, scale: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = {
+        "azure": f"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.97,{length},{length}\n",
+        "mooncake": f'{{"timestamp": 0, "input_length": {length}, "output_length": 1, "hash_ids": [1]}}\n',
+    }
+    file = tmp_path / "trace"
+    file.write_text(rows[trace])
+    assert main(["bench", f"--{trace}", str(file), "--length-scale", scale]) == 2
+    assert f"Lengths x {float(scale):g} are more than there are numbers for" in capsys.readouterr().err
+
+
 def test_lengths_of_a_trace_are_scaled_where_it_is_simulated_too(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

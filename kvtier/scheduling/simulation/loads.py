@@ -112,10 +112,7 @@ def azure(path: str | Path, *, scale: float = 1.0, lengths: float = 1.0, count: 
     if not rows:
         raise ConfigError(f"{path}: not an Azure LLM inference trace: it has no request.")
     rows = sorted(rows)[:count]
-    return [
-        Request((time - rows[0][0]) / scale, max(round(a * lengths), 1), max(round(b * lengths), 1))
-        for time, a, b in rows
-    ]
+    return [Request((time - rows[0][0]) / scale, _scaled(a, lengths), _scaled(b, lengths)) for time, a, b in rows]
 
 
 def mooncake(
@@ -150,7 +147,7 @@ def mooncake(
                     break
                 row = json.loads(line)
                 prompt, output = (
-                    max(round(operator.index(row[name]) * lengths), 1) for name in ("input_length", "output_length")
+                    _scaled(operator.index(row[name]), lengths) for name in ("input_length", "output_length")
                 )
                 keys = tuple((x, j) for x in row["hash_ids"] for j in range(parts))
                 hash(keys)  # a TypeError, where one is no key
@@ -170,12 +167,20 @@ def scaled_block(lengths: float) -> int:
     """Tokens of a block of Mooncake's trace whose lengths are multiplied with that. Raises `ConfigError`: no whole
     number."""
     tokens = MOONCAKE_BLOCK * lengths
-    if tokens < 1 or tokens != round(tokens):
+    if tokens < 1 or tokens != _scaled(MOONCAKE_BLOCK, lengths):
         raise ConfigError(
             f"Lengths x {lengths:g}: the trace's blocks of {MOONCAKE_BLOCK} tokens would have {tokens:g}. Give a "
             "multiple of 1/512, such as 0.25 or 0.03125."
         )
     return round(tokens)
+
+
+def _scaled(tokens: int, lengths: float) -> int:
+    """Tokens whose number is multiplied with that: at least 1. Raises `ConfigError`: more than any number."""
+    try:
+        return max(round(tokens * lengths), 1)
+    except OverflowError:
+        raise ConfigError(f"Lengths x {lengths:g} are more than there are numbers for.") from None
 
 
 def _why(error: Exception) -> str:
