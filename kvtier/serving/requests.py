@@ -248,7 +248,7 @@ class Requests:
                 # What it finds when it begins again may be its own work.
                 most = request.output.cached_tokens if request.begun else len(request.output.prompt_ids)
                 request.output.cached_tokens = min(cached, most)
-            if not request.begun:
+            if request.output.scheduled is None:
                 request.output.scheduled = self._clock()
             request.begun = True
             job.running, job.cached, job.reusable, job.swapped = True, cached, 0, 0
@@ -278,6 +278,7 @@ class Requests:
         for sample in request.samples:
             if sample.done.is_set():
                 continue
+            sample.output.scheduled = request.output.scheduled  # its first token is of the prompt's last step
             try:
                 sequence = self._runner.fork(request.sequence) if len(self.running) < most else None
             except AssertionError:
@@ -292,7 +293,7 @@ class Requests:
             sample.key, sample.changes = request.key, request.changes
             sample.job.running, sample.job.cached = True, request.job.cached
             sample.output.cached_tokens = len(sample.output.prompt_ids)
-            sample.begun, sample.output.scheduled = True, self._clock()
+            sample.begun = True
             self.running[sample.job] = sample
         request.samples = []
 

@@ -65,6 +65,18 @@ def test_samples_wait_until_their_prompt_is_there() -> None:
         assert (engine.load.running, engine.load.waiting) == (0, 0)
 
 
+@pytest.mark.parametrize("most", [2, 256])
+def test_a_sample_has_a_part_in_a_step_before_it_has_its_first_token(most: int) -> None:
+    options = OPTIONS | {"do_sample": True, "num_return_sequences": 4}
+    with Engine(build_model("llama", "sdpa"), host_budget="8MiB", block_size=4, max_running=most) as engine:
+        name = engine.add_request(PROMPT, **options)
+        for each in (name, *(f"{name}#{i}" for i in range(1, 4))):
+            output = engine.wait(each, 120)
+            assert output.scheduled is not None
+            assert output.first_token is not None
+            assert output.arrived <= output.scheduled <= output.first_token, each
+
+
 def test_an_engine_says_what_it_has_to_do_in_a_line_and_waits_for_nobody() -> None:
     model = build_model("llama", "sdpa")
     with Engine(model, host_budget="8MiB", block_size=4, max_running=1) as engine:
