@@ -54,10 +54,29 @@ class Admission:
         concede: bool = True,
     ) -> tuple[SlabAllocator, int] | None:
         """See `TieredMemory.admit`."""
+        if take:
+            return self._admitted(owner, device, claim, concede=concede)
+        try:
+            return self._admitted(owner, device, claim, concede=concede, without=owner.number)
+        finally:
+            for each in self._parked:
+                each.relax()
+
+    def _admitted(
+        self,
+        owner: Owner,
+        device: ComputeDevice,
+        claim: Callable[[int], Claim],
+        *,
+        concede: bool,
+        without: int | None = None,
+    ) -> tuple[SlabAllocator, int] | None:
+        """As `admit`; with a number, only to see whether the claim of that owner would fit, were it all that it has."""
+        take = without is None
         refused = self._admit(owner, device, claim, take)
         while refused is not None:
             for each in self._parked:
-                each.relax()
+                each.relax(without)
             refused = self._admit(owner, device, claim, take)
             # Without an owner it is asked what is promised already.
             asks = concede and owner.number >= 0

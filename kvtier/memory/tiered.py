@@ -311,7 +311,8 @@ class TieredMemory:
             device: whose budget, and the host's, it is a claim on.
             claim: what it claims, if the tier where blocks begin has so many bytes: what a layer is read through may
                 grow with that.
-            take: False: only see whether it could.
+            take: False: only see whether it could, if the owner had nothing else: what is parked and it continues is
+                not claimed then.
             concede: whether those who can do with less are asked for it, and waited for.
 
         Returns:

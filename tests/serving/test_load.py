@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 from families import build_model
 
-from kvtier import Engine, Policy, TieredMemory
+from kvtier import BudgetError, Engine, Policy, TieredMemory
 from kvtier.planning.policy import Candidate, Victims
 from kvtier.scheduling.shares import GENERATED
 from kvtier.serving.request import EngineLoad
@@ -75,6 +76,28 @@ def test_a_sample_has_a_part_in_a_step_before_it_has_its_first_token(most: int) 
             assert output.scheduled is not None
             assert output.first_token is not None
             assert output.arrived <= output.scheduled <= output.first_token, each
+
+
+def test_what_fits_alone_waits_while_others_run_and_is_not_refused() -> None:
+    """What is kept of requests that run is theirs, and goes when they have ended."""
+    model, rng = build_model("llama", "sdpa"), random.Random(0)
+    with Engine(model, host_budget="600KB", block_size=4) as engine:
+        engine.stop()
+        most = engine.load.total_blocks * 4
+        prompts = [[rng.randrange(1, 100) for _ in range(most // 8)] for _ in range(6)]
+        large = [rng.randrange(1, 100) for _ in range(most // 2)]
+        names = [engine.add_request(prompt, **OPTIONS | {"max_new_tokens": 12}) for prompt in prompts]
+        while engine.load.running < 6:
+            engine.step()
+        names.append(engine.add_request(large, **OPTIONS))
+        with pytest.raises(BudgetError):
+            engine.add_request([1] * most, **OPTIONS)
+        engine.step()
+        assert engine.load.waiting == 1
+        while engine.step():
+            pass
+        assert [engine.output(name).finish_reason for name in names] == ["length"] * 7  # type: ignore[union-attr]
+        engine.check_integrity()
 
 
 def test_an_engine_says_what_it_has_to_do_in_a_line_and_waits_for_nobody() -> None:

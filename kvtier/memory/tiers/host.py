@@ -26,8 +26,8 @@ class Parked(Protocol):
     def give(self, nbytes: int) -> bool:
         """Drop blocks of so many bytes. Whether any went."""
 
-    def relax(self) -> None:
-        """Claim no more than must stay now."""
+    def relax(self, without: int | None = None) -> None:
+        """Claim no more than must stay now; or than had to, if the owner of that number were not there."""
 
     def unlist(self) -> None:
         """A change was cut short: list no blocks of what was being given up, or was not all there yet."""

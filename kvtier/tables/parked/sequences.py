@@ -353,15 +353,20 @@ class ParkedSequences:
                 break
         return error
 
-    def relax(self) -> None:
-        """Claim what is continued or pinned now: caches have ended since, or dropped what they continued."""
-        self.owner.claims = self._used()
+    def relax(self, without: int | None = None) -> None:
+        """Claim what is continued or pinned now: caches have ended since, or dropped what they continued.
 
-    def _used(self) -> dict[ComputeDevice, Claim]:
+        Args:
+            without: number of an owner who is taken to continue nothing.
+        """
+        self.owner.claims = self._used(without)
+
+    def _used(self, without: int | None = None) -> dict[ComputeDevice, Claim]:
         used = dict[ComputeDevice, ClaimSum]()
         for index, layer in self._layers.items():
             layout = layer.parked.pools.layout
-            tables = [table for x in layer.parked.holders if isinstance(x, LayerKV) for table in x.tables]
+            holders = [x for x in layer.parked.holders if isinstance(x, LayerKV) and x.blocks.owner != without]
+            tables = [table for x in holders for table in x.tables]
             counts = {run: run.count for run in distinct(tables) if run.blocks is layer.parked}
             for sequence in self._pinned:
                 if index in sequence.tables:
