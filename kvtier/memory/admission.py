@@ -54,37 +54,36 @@ class Admission:
         concede: bool = True,
     ) -> tuple[SlabAllocator, int] | None:
         """See `TieredMemory.admit`."""
-        if take:
-            return self._admitted(owner, device, claim, concede=concede)
+        if self._admit(owner, device, claim, take) is None:
+            return None
         try:
-            return self._admitted(owner, device, claim, concede=concede, without=owner.number)
+            return self._admit_with_less(owner, device, claim, take, concede)
         finally:
-            for each in self._parked:
-                each.relax()
+            if not take:
+                self._relax()
 
-    def _admitted(
-        self,
-        owner: Owner,
-        device: ComputeDevice,
-        claim: Callable[[int], Claim],
-        *,
-        concede: bool,
-        without: int | None = None,
+    def _admit_with_less(
+        self, owner: Owner, device: ComputeDevice, claim: Callable[[int], Claim], take: bool, concede: bool
     ) -> tuple[SlabAllocator, int] | None:
-        """As `admit`; with a number, only to see whether the claim of that owner would fit, were it all that it has."""
-        take = without is None
-        refused = self._admit(owner, device, claim, take)
-        while refused is not None:
-            for each in self._parked:
-                each.relax(without)
+        """As `admit`, where others claim no more than they must."""
+        without = None if take else owner.number
+        while True:
+            self._relax(without)
             refused = self._admit(owner, device, claim, take)
             # Without an owner it is asked what is promised already.
-            asks = concede and owner.number >= 0
-            if refused is None or not asks or not any([ask() for ask in self._conceding]):
-                break
+            if refused is None or not concede or owner.number < 0:
+                return refused
+            self._relax()  # whoever is asked, or comes while this waits, sees all that is claimed
+            if not any([ask() for ask in self._conceding]):
+                return refused
             self._readers.pause()
-            refused = self._admit(owner, device, claim, take)
-        return refused
+            if self._admit(owner, device, claim, take) is None:
+                return None
+
+    def _relax(self, without: int | None = None) -> None:
+        """See `Parked.relax`."""
+        for each in self._parked:
+            each.relax(without)
 
     def _admit(
         self, owner: Owner, device: ComputeDevice, claim: Callable[[int], Claim], take: bool

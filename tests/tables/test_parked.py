@@ -7,6 +7,7 @@ import torch
 from test_interrupts import Line
 
 from kvtier import BudgetError, MismatchError, TieredKVCache, TieredMemory
+from kvtier.planning.admission import Claim
 from kvtier.stats import Counters
 from kvtier.tables.layer import LayerKV
 from kvtier.tables.parked.sequence import ParkedSequence
@@ -254,3 +255,33 @@ def test_what_an_interrupt_left_counted_wrong_is_counted_again() -> None:
         memory.recovery.interrupted = True
         check(memory, parked)
         assert torch.equal(cache.layers[0].keys.dense(), x)
+
+
+def test_whoever_comes_while_it_is_looked_whether_something_fits_alone_finds_all_that_is_claimed() -> None:
+    """What an owner continues does not count against it, and is claimed again before others are asked for room."""
+    memory = TieredMemory(host_budget=40 * BLOCK)
+    parked = ParkedSequences(memory)
+    sequence, _ = park(memory, parked, 20 * SIZE)
+    cache, seen = follow(memory, parked, sequence), list[object]()
+    with memory.lock:
+        assert parked.claim() is None
+        before = dict(parked.owner.claims)
+        ((device, claim),) = before.items()
+        assert claim.held == 20 * BLOCK
+
+        def concedes() -> bool:
+            seen.append(dict(parked.owner.claims))
+            return False
+
+        memory.conceding.append(concedes)
+        owner = cache._forward._held.owner
+        fits, too_much = (lambda limit, n=n: Claim(held=n * BLOCK) for n in (40, 41))
+        assert memory.admit(owner, device, fits, take=False) is None, "it would have all of the memory"
+        assert parked.owner.claims == before
+        assert memory.admit(owner, device, too_much, take=False) is not None
+        assert memory.admit(owner, device, fits) is not None, "what it continues, and so much besides"
+        assert parked.owner.claims == before
+        assert seen == [before, before]
+        memory.conceding.remove(concedes)
+    cache.close()
+    check(memory, parked)
