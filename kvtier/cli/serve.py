@@ -224,6 +224,8 @@ def _warn(args: argparse.Namespace, tokenizer: Any) -> None:
         _say(f"{args.model} has no chat template: contents of messages are joined. --chat-template FILE gives one.")
     if args.api_key_file is None and args.host not in ("127.0.0.1", "localhost", "::1"):
         _say(f"Whoever reaches {args.host} may ask, and all share what is kept. --api-key-file FILE says who may.")
+    if args.api_key_file is None and "*" in args.allowed_origin:
+        _say("Any page that a browser here shows may ask. --allowed-origin URL or --api-key-file FILE says which may.")
 
 
 def _say(text: str) -> None:

@@ -95,7 +95,8 @@ def _to_length(model: Any) -> dict[str, Any]:
 def _ordinary(model: Any) -> list[int]:
     """Token ids that mean nothing to a model but themselves."""
     special = special_tokens(model)
-    return [x for x in range(vocabulary_of(model) or 1 << 15) if x not in special]
+    known = range(vocabulary_of(model) or 1 << 15)
+    return [x for x in known if x not in special] or list(known)
 
 
 class _Prompts:

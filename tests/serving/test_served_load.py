@@ -190,3 +190,10 @@ def test_tokens_that_mean_something_to_a_model_are_in_no_prompt() -> None:
         replay(engine, [Request(0.0, 400, 1)], block_size=BLOCK)
     assert not {3, 4, 7} & set(engine.asked[0])
     assert len(set(engine.asked[0])) > 20
+
+
+def test_where_every_token_means_something_any_will_do() -> None:
+    model = build_model("llama", "sdpa")
+    model.config.own_token_ids = list(range(model.config.vocab_size))
+    with Spied(model, host_budget="100MB", block_size=BLOCK) as engine:
+        assert replay(engine, [Request(0.0, 9, 2)], block_size=BLOCK).requests[0].finished > 0

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from kvtier.errors import ConfigError
+from kvtier.cli.plan.plot import save
 from kvtier.scheduling.simulation.outcome import Outcome
 
 _COLUMNS = {
@@ -63,10 +63,7 @@ class Found(NamedTuple):
         axes.xaxis.set_minor_formatter(NullFormatter())  # names of all ticks are printed one over the other
         axes.grid(alpha=0.3)
         axes.legend()
-        try:
-            figure.savefig(path, dpi=144)
-        except (ValueError, OSError) as error:
-            raise ConfigError(f"--plot {path!r}: {error}") from error
+        save(figure, path)
 
 
 def _figures(outcome: Outcome) -> dict[str, float | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from kvtier.errors import ConfigError
 
@@ -55,6 +56,11 @@ def draw(path: str, title: str, curves: Mapping[str, Sequence[tuple[int, float]]
     axes.set_xlim(left=0)
     axes.grid(alpha=0.3)
     axes.legend()
+    save(figure, path)
+
+
+def save(figure: Any, path: str) -> None:
+    """Write a picture of matplotlib's into a file. Raises `ConfigError`: it cannot be written."""
     try:
         figure.savefig(path, dpi=144)
     except (ValueError, OSError) as error:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
+from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from servers import NAME, Running, Start
 
+from kvtier.cli import serve
 from kvtier.cli.main import main
 
 PAGE, OTHER = "http://localhost:3000", "http://localhost:3001"
@@ -80,3 +82,12 @@ def test_what_is_no_origin_is_said(origin: str, capsys: pytest.CaptureFixture[st
     with pytest.raises(SystemExit, match="2"):
         main(["serve", "none", "--allowed-origin", origin])
     assert f"{origin!r} is no origin" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("keys", "said"), [(None, True), ("keys.txt", False)])
+def test_where_any_page_may_ask_without_a_key_it_is_said(
+    keys: str | None, said: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = Namespace(model="m", host="127.0.0.1", api_key_file=keys, allowed_origin=["*"])
+    serve._warn(args, Namespace(chat_template="x"))
+    assert ("Any page that a browser here shows may ask." in capsys.readouterr().err) == said
