@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import math
 import sys
@@ -22,6 +23,9 @@ from kvtier.serving.requests import Requests
 from kvtier.serving.step import StepRunner
 
 _LOG = logging.getLogger("kvtier.serving")
+
+#: Whose threads may be at work.
+_running: weakref.WeakSet[Loop] = weakref.WeakSet()
 
 #: Seconds between two looks whether an engine without requests is still there.
 _LOOK = 5.0
@@ -168,6 +172,9 @@ class Loop:
                 if ending is None or not ending.is_alive():  # it was never started, or has ended by itself
                     self._stopping = False
                     self._thread = threading.Thread(target=self._run, name="kvtier-engine", daemon=True)
+                    atexit.unregister(_stop_all)
+                    atexit.register(_stop_all)  # the latest is called first: before what a step uses ends
+                    _running.add(self)
                     self._thread.start()
                     return
                 if not self._stopping:
@@ -250,3 +257,11 @@ class Loop:
                 self._requests.recover()
         except Exception:
             _LOG.exception("A step that failed was not repaired; the next one tries again.")
+
+
+def _stop_all() -> None:
+    """The process ends and an engine was not closed: its thread ends after the step that it is at, and requests are not
+    finished. A thread that Python ends within torch's code would abort the process."""
+    for loop in list(_running):
+        if loop.alive:  # in a process that was forked it is not
+            loop.stop()

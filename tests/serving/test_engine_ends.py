@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
 import threading
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +24,7 @@ from kvtier.serving import loop
 from kvtier.serving.request import RequestOutput
 
 TIMES = int(os.environ.get("KVTIER_TEST_WORKLOADS", "1"))
+ROOT = Path(__file__).resolve().parents[2]
 PROMPTS = [(5, 6, 7), tuple(range(9, 40))]
 
 
@@ -30,6 +34,28 @@ class Panic(BaseException):
 
 def add(engine: Engine, **options: Any) -> list[str]:
     return [engine.add_request(list(p), max_new_tokens=6, do_sample=False, **options) for p in PROMPTS]
+
+
+FORGOTTEN = """
+import sys, time
+from transformers import AutoModelForCausalLM
+from kvtier import Engine
+
+engine = Engine(AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval(), host_budget="8MiB")
+engine.start()
+names = [engine.add_request([5, 6, 7 + n], max_new_tokens=900, do_sample=False) for n in range(8)]
+next(engine.stream(names[0]))
+raise ValueError("a fault of the caller's")
+"""
+
+
+def test_a_process_ends_in_the_middle_of_a_step_of_an_engine_that_was_not_closed(tmp_path: Path) -> None:
+    build_model("llama", "sdpa").save_pretrained(tmp_path)
+    run = subprocess.run(
+        [sys.executable, "-c", FORGOTTEN, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert run.returncode == 1, run.stderr
+    assert run.stderr.rstrip().endswith("ValueError: a fault of the caller's"), run.stderr
 
 
 @pytest.mark.parametrize("timeout", ["5", -1, float("nan"), True])
