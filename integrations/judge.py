@@ -146,17 +146,20 @@ def serving() -> Iterator[str]:
     """A server, and its URL."""
     command = [sys.executable, "-m", "kvtier", "serve", str(PYLM), "--served-model-name", MODEL, "--port", "0"]
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen([*command, "--host-budget", "512MiB"], stderr=subprocess.PIPE, text=True, env=env) as process:
-        try:
-            assert process.stderr is not None
-            for line in process.stderr:
-                if found := re.search(r"http://[\d.]+:\d+", line):
-                    yield found[0]
-                    break
-            else:
-                raise SystemExit("the server did not start")
-        finally:
-            process.terminate()
+    with tempfile.TemporaryDirectory() as folder:
+        said = Path(folder) / "stderr"  # a pipe that nobody reads would fill, and the server wait
+        with (
+            said.open("wb") as stderr,
+            subprocess.Popen([*command, "--host-budget", "512MiB"], stderr=stderr, env=env) as process,
+        ):
+            try:
+                while not (found := re.search(r"http://[\d.]+:\d+", said.read_text(errors="replace"))):
+                    if process.poll() is not None:
+                        raise SystemExit(f"the server did not start\n{said.read_text(errors='replace')}")
+                    time.sleep(0.1)
+                yield found[0]
+            finally:
+                process.terminate()
 
 
 def counted(url: str) -> dict[str, float]:
