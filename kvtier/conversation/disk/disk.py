@@ -230,7 +230,7 @@ class Disk:
             with self._chunks.change():
                 if not self._folder.is_inherited:
                     try:
-                        with self._manifest.transaction():
+                        with self._manifest.removal():
                             self._manifest.remove([x.number for x in gone])
                             self._conversations.note(moved)
                     except FAILURES as error:

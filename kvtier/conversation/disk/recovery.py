@@ -58,7 +58,7 @@ class Recovery:
             numbers, rest = self._folder.files()
             bad, others = self._fill(self._chunks, numbers.__contains__)
             if bad:
-                with self._manifest.transaction():
+                with self._manifest.removal():
                     self._manifest.remove(bad)
         for number in numbers.difference(self._chunks.numbers):
             rest.append(self._folder.file(number))
@@ -83,7 +83,7 @@ class Recovery:
             return False, why
         try:
             if bad:
-                with self._manifest.transaction():
+                with self._manifest.removal():
                     self._manifest.remove(bad)
         except FAILURES as error:  # they go when this is done again, or when the folder is opened
             why = f"{error}: what is of no use is not removed"

@@ -159,7 +159,7 @@ class Room:
             try:
                 moved = self._order.without(gone)
                 with self._chunks.change():  # a commit that fails may have been done
-                    with self._manifest.transaction():
+                    with self._manifest.removal():
                         self._manifest.remove([x.number for x in gone])
                         self._conversations.note(moved)
                     self.drop(gone)

@@ -361,6 +361,57 @@ def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
     assert in_child(script, tmp_path, "unshare", "-rm", "sh", "-c", mounted, "sh") == "True\n"
 
 
+def test_what_is_saved_is_removed_from_a_disk_that_is_full(tmp_path: Path) -> None:
+    script = """
+        from kvtier.conversation.disk.files.reserve import RESERVE
+        from kvtier.conversation.disk.tools.upkeep import Upkeep
+
+        def fill():
+            with open(folder / "filled", "ab", buffering=0) as file:
+                for size in (2**20, 2**12, 1):
+                    try:
+                        while file.write(bytes(size)): pass
+                    except OSError: pass
+        def free():
+            at = os.statvfs(folder)
+            return at.f_bavail * at.f_frsize
+
+        for is_open in (True, False):
+            disk = disk_of(folder)
+            for n in range(40):
+                assert save(disk, [n] * 100), disk.problem
+                assert disk.save_conversation(str(n), {"ids": [n] * 100})
+            assert (folder / RESERVE).exists()
+            if not is_open: disk.close()
+            fill()
+            assert free() == 0
+            if is_open:
+                for n in range(20):
+                    disk.drop_conversation(str(n))
+                    disk.erase(None, packed([n] * 100), 0)
+                assert not disk.forgotten and len(disk.names()) == 20, disk.problem
+            else:
+                with Upkeep(folder) as upkeep:
+                    for n in range(20): upkeep.drop_conversation(str(n))
+                    removed, nbytes = upkeep.collect()
+                assert removed and nbytes, removed
+            assert free() > 0
+            os.unlink(folder / "filled")
+            if not is_open: disk = disk_of(folder)
+            disk.drop_conversation("39")
+            assert (folder / RESERVE).exists(), "it is made again where there is room"
+            disk.close()
+        print("done")
+        """
+    mounted = f'mount -t tmpfs -o size=80m,mode=700 none {tmp_path} && exec "$@"'
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run(["unshare", "-rm", "sh", "-c", mounted, "sh", "true"], capture_output=True).returncode
+    ):
+        pytest.skip("no small file system can be mounted here")
+    assert in_child(script, tmp_path, "unshare", "-rm", "sh", "-c", mounted, "sh") == "done\n"
+
+
 def test_a_disk_that_is_read_only_is_an_error_and_one_that_becomes_so_loses_nothing(tmp_path: Path) -> None:
     script = """
         import subprocess

@@ -30,6 +30,7 @@ from kvtier.conversation.disk import reading as reading_module
 from kvtier.conversation.disk.disk import Disk
 from kvtier.conversation.disk.files.files import SEGMENT, Damaged, checksum, read_tensors, write_tensors
 from kvtier.conversation.disk.files.folder import MANIFEST, Folder
+from kvtier.conversation.disk.files.reserve import RESERVE
 from kvtier.conversation.disk.order import Order
 from kvtier.conversation.disk.rows.manifest import VERSION
 from kvtier.conversation.disk.rows.pieces import digest
@@ -801,7 +802,7 @@ def test_conversations_have_any_name_and_each_its_own_state(tmp_path: Path) -> N
     assert list(states_of(disk)) == NAMES[1::2]
     assert (disk.problem, disk.damaged) == ("", 0)
     disk.close()
-    assert {x.name for x in tmp_path.iterdir()} == {"lock", MANIFEST}
+    assert {x.name for x in tmp_path.iterdir()} == {"lock", MANIFEST, RESERVE}
 
 
 def test_a_conversation_that_cannot_be_saved_says_so_and_stays_what_it_was(tmp_path: Path) -> None:

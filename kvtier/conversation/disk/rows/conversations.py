@@ -202,7 +202,7 @@ class ConversationRows:
         Raises:
             sqlite3.Error: it is there still.
         """
-        with self._manifest.transaction():
+        with self._manifest.removal():
             for table in ("conversations", "pieces", "aside"):
                 self._db.execute(f"DELETE FROM {table} WHERE name = ?", (_name(name),))
         self._manifest.give_back()

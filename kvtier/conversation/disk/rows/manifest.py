@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvtier.conversation.disk.files.reserve import Reserve
 from kvtier.conversation.disk.keys import prefix_of
 from kvtier.errors import ConfigError
 from kvtier.forks import heed
@@ -110,6 +111,9 @@ class Manifest:
         self.file = file
         self._read_only = read_only
         self._owner = os.getpid()
+        self._reserve = Reserve(file.parent)
+        if not read_only:
+            self._reserve.settle()
         try:
             # On a disk that nobody can write to, as of a backup, SQLite could not make the files of its log.
             frozen = "&immutable=1" if read_only and _is_frozen(file) else ""
@@ -364,6 +368,17 @@ class Manifest:
                 if self.db.in_transaction:
                     self.db.execute("ROLLBACK")
             raise
+
+    @contextlib.contextmanager
+    def removal(self) -> Iterator[None]:
+        """A transaction that leaves less: also on a disk that is full.
+
+        Raises:
+            sqlite3.Error: as of `transaction`.
+        """
+        self._reserve.settle()
+        with self.transaction():
+            yield
 
     def end_transaction(self) -> None:
         """Roll back a transaction whose own end failed, or was cut short.

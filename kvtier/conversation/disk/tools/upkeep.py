@@ -99,7 +99,7 @@ class Upkeep:
         found = self.contents()
         gone = unreferred(found)
         files, nbytes = self._strays(found)
-        with self._telling(), self._manifest.transaction():
+        with self._telling(), self._manifest.removal():
             remove_rows(self._manifest, found, gone)
         self._unlink(gone)
         return files + len(gone), nbytes + sum(found.rows[n].nbytes for n in gone)
@@ -113,7 +113,7 @@ class Upkeep:
         """
         found = self.contents()
         gone = found.chunks_of(version)
-        with self._telling(), self._manifest.transaction():
+        with self._telling(), self._manifest.removal():
             remove_rows(self._manifest, found, gone)
         self._unlink(gone)
         return len(gone), sum(found.rows[n].nbytes for n in gone)
@@ -129,7 +129,7 @@ class Upkeep:
         rows = [x.number for x in found.damage if x.number is not None]
         bad = [x for x in (compare(found.path, row) for row in found.rows.values()) if x is not None and x.lasting]
         below = with_below(found, [x.number for x in bad if x.number is not None])
-        with self._telling(), self._manifest.transaction():
+        with self._telling(), self._manifest.removal():
             remove_rows(self._manifest, found, [*rows, *below])
             ConversationRows(self._manifest).drop_damaged()
         self._unlink([*rows, *below])
