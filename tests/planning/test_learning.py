@@ -13,7 +13,7 @@ import pytest
 
 from kvtier.planning.costs import CostModel, Prediction
 from kvtier.planning.makespan.groups import alike
-from kvtier.planning.makespan.linear import KEPT, LATE
+from kvtier.planning.makespan.linear import FEW, KEPT, LATE, LinearPart
 from kvtier.planning.makespan.linear import LINEAR as LINEAR_WINDOW
 from kvtier.planning.policies.adaptive import CACHES, Adaptive
 from kvtier.planning.policies.learner import (
@@ -271,6 +271,19 @@ def test_the_overhead_of_host_attention_is_learned_from_steps_with_it_and_withou
         learned(model, step_of(true, 1.0), 1.0)
     assert model.rates.host_overhead == pytest.approx(100e-6, rel=0.02)
     assert model.linear == pytest.approx(LINEAR, rel=0.02)
+
+
+def test_few_slow_steps_of_a_kind_do_not_stand_for_it_where_many_of_the_other_one_took_less() -> None:
+    found = LinearPart()
+    for slow in (39.0, 60.0, 30.0):  # the first steps of all
+        found.add(slow, hosted=True)
+    assert found.value == 39.0
+    for _ in range(FEW):
+        found.add(23.0, hosted=False)
+    assert found.of(True) == 23.0, "else a step with host attention would never be worth its while"
+    for _ in range(FEW):
+        found.add(28.0, hosted=True)
+    assert (found.of(True), found.of(False)) == (28.0, 23.0)
 
 
 def test_a_difference_that_may_be_noise_is_no_overhead() -> None:

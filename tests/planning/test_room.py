@@ -74,6 +74,26 @@ def test_what_was_spilled_for_a_larger_share_comes_back_to_where_it_was(
     assert abs(more) <= 2 * load.layers * load.block_bytes
 
 
+@pytest.mark.parametrize("after", [0.125, 0.25, 0.5, 0.75, 0.875])
+@pytest.mark.parametrize("layers", [6, 16, 40])
+def test_a_smaller_share_is_predicted_where_layers_are_not_as_full_as_each_other(layers: int, after: float) -> None:
+    """Behind a step that had all fetched, what comes back has reached some of them."""
+    load = replace(LOAD, layers=layers, context=32 * 64, device_bytes=layers * 24 * LOAD.block_bytes)
+    changed, straight = (Simulation(FixedShare(x), Machine(RATES), load) for x in (1.0, after))
+    changed.run(12), straight.run(24)
+    reserve, state = changed.plans[-1].reserve, changed._state()
+    moved = [3, 2, *[-1] * 5, *[0] * (layers - 7)] if layers > 6 else [3, 2, -2, -1, -1, -1]
+    uneven = [
+        replace(x, resident=x.resident + n, spilled=x.spilled - n) for x, n in zip(state.layers, moved, strict=True)
+    ]
+    groups = alike(uneven)
+    room = room_for(groups, after, load.device_bytes, reserve)
+    found = CostModel(RATES).step(groups, after, room - reserve, room=room)
+    seen = straight.records[-1]
+    assert abs(found.fetched_bytes - seen.bytes_up) <= layers * load.block_bytes, "but for a block of each layer"
+    assert found.fetched_bytes or after < 0.25
+
+
 def test_no_step_waits_for_more_than_a_part_of_what_comes_back_and_the_first_for_nothing() -> None:
     layers = [LayerState(i, 2**20, 10, 0, spilled, 1, True) for i, spilled in enumerate((100, 100, 2, 0))]
     state = StepState(1, layers, 2**30, 2**34, StepRecord())

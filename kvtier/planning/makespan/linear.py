@@ -12,6 +12,8 @@ LINEAR = 63
 #: Steps that waited for the link of which the median is taken, and the steps that did not wait that are kept then: what
 #: a disturbance has shown is gone soon behind it.
 LATE, KEPT = 31, WINDOW
+#: Steps of a kind that are few.
+FEW = WINDOW
 #: Steps of either kind that tell the overhead of host attention.
 OF_EACH = 3
 #: Standard errors from which a difference counts as one.
@@ -24,6 +26,9 @@ class LinearPart:
     While fetches wait for room, and reads for fetches, the device is idle for longer than it stalls, and that is no
     part of steps that fetch less. So what is left of steps that waited for the link is a bound: the linear part is at
     most their median, and does not become longer with that.
+
+    The first steps of a kind are slow, and may be all that there are of it: it is not chosen again for what they took.
+    So a kind of few steps takes no longer than the other one, if there were more of that.
 
     Attributes:
         value: seconds, of steps of the kind that the last one was of; less than 0 where their parts are taken for more
@@ -41,10 +46,15 @@ class LinearPart:
 
     def of(self, hosted: bool) -> float | None:
         """The same of steps with host attention, or without."""
-        if not hosted:
-            return self.without.value
-        seen = self.with_host.value if len(self.with_host) else self._late.value
-        return None if seen is None else min(seen, self._most)
+        kind, other = (self.with_host, self.without) if hosted else (self.without, self.with_host)
+        found = kind.value
+        if hosted:
+            seen = found if len(kind) else self._late.value
+            found = None if seen is None else min(seen, self._most)
+        if len(kind) >= FEW or len(other) < FEW or found is None:
+            return found
+        assert other.value is not None
+        return min(found, other.value)
 
     def __len__(self) -> int:
         """Steps that it is known from."""

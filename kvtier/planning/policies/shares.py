@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from kvtier.config import parse_share
-from kvtier.planning.makespan.groups import Group, fetched_blocks
+from kvtier.planning.makespan.groups import Group, fetched_blocks, raised_to
 from kvtier.planning.policy import WRITE_THROUGH, Policy, coming_back, fill
 from kvtier.planning.step import LayerPlan, LayerState, StepPlan, StepState
 
@@ -14,6 +14,8 @@ from kvtier.planning.step import LayerPlan, LayerState, StepPlan, StepState
 DEPTH = 2
 #: Room for fetches takes at most this part of the device budget.
 MOST_ROOM = 2
+#: How often it is looked what less room needs: each time there is less to come back.
+LOOKS = 8
 #: Blocks of each sequence that may spill between a plan and the use of what it fetches.
 MARGIN = 2
 #: What comes back is at most one in so many of a layer's spilled blocks a step, where the share itself fetches fewer: a
@@ -86,6 +88,8 @@ def room_for(groups: Sequence[Group], share: float, device_bytes: int, reserve: 
     room = float(DEPTH * _largest(groups, share))
     if not room:
         return 0
+    if room < reserve:
+        return int(min(_room_left(groups, share, room, reserve), device_bytes // MOST_ROOM))
     # What is kept free besides is spilled by the fullest layers, and the same share of that needs room again: of the
     # fullest alone until they are as full as the next ones, of these and the next ones then.
     heights = sorted([(x.resident * x.block_bytes, count, x.block_bytes) for x, count in groups], reverse=True)
@@ -103,6 +107,29 @@ def room_for(groups: Sequence[Group], share: float, device_bytes: int, reserve: 
         if found - reserve <= lowered:
             break
     return int(min(found, device_bytes // MOST_ROOM))
+
+
+def _room_left(groups: Sequence[Group], share: float, room: float, reserve: int) -> float:
+    """Bytes that are kept free where that is less than now: the rest comes back to the layers that have least on the
+    device, and of what these have spilled then the share is less, and needs less room.
+
+    Args:
+        groups, share, reserve: as of `room_for`.
+        room: for the share of what is spilled now.
+    """
+    kinds = [(x.resident * x.block_bytes, x.spilled * x.block_bytes, count) for x, count in groups]
+    block = max([x.block_bytes for x, _ in groups])
+    for _ in range(LOOKS):
+        height, most = raised_to(kinds, reserve - room), 0.0
+        for (layer, _), (held, spilled, _) in zip(groups, kinds, strict=True):
+            left = min(max(held + spilled - height, 0), spilled)
+            whole = share == 1 or not layer.host_attention
+            more = MARGIN * layer.sequences * layer.block_bytes if whole and left else 0
+            most = max(most, (left if whole else left * share) + more)
+        before, room = room, min(DEPTH * most, room)
+        if before - room < block:
+            break
+    return room
 
 
 def room_of(groups: Sequence[Group], share: float, device_bytes: int) -> int:
