@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvtier.planning.fit import line_of
-from kvtier.planning.makespan.groups import Groups, height_after, raised_to
+from kvtier.planning.makespan.groups import Groups, parted, spilled_after
 from kvtier.planning.makespan.linear import OF_EACH, LinearPart
 from kvtier.planning.makespan.overlap import AT_A_TIME, BusyParts, LayerSeconds, is_uneven
 from kvtier.planning.rates import FASTEST, WINDOW, Median, Rates
@@ -37,9 +37,8 @@ UNSURE = 1 / 16
 DIFFERENT, OFTEN = 1.5, 8
 #: A step that moved other bytes than planned, by such a part of what is spilled, says little: blocks are still moving.
 MOVING = 0.1
-#: Layers whose fetches have to fit into the room, so that none waits for another's; and the blocks by which a predicted
-#: room may fall short of that, for it is rounded.
-ROUNDED = 2
+#: Blocks of a layer's fetch, on average, that may lack room without any of them waiting for that.
+ROUNDED = 0.5
 
 
 @dataclass(slots=True)
@@ -77,7 +76,7 @@ class Prediction:
     layers: int = 0
     copies: int = 0
     busy: float = 0.0
-    waits: tuple[tuple[int, float, float, float], ...] = ()
+    waits: tuple[tuple[float, float, float, float], ...] = ()
     uneven: bool = False
     error: float | None = None
 
@@ -130,7 +129,7 @@ class CostModel:
         self._up, self._down = Median(), Median()
         self._linear = LinearPart(linear)
         # Layers in which the host attends, in the last step that had some.
-        self._waiting = 0
+        self._waiting = 0.0
         #: What the host is known to attend to in a second, before any step has shown it.
         self._known = self.rates.host if self.rates.measured else None
         self._shared = self.rates.shared
@@ -193,33 +192,22 @@ class CostModel:
         """
         rates = self.rates
         link = exposed = device = busy_bytes = 0.0
-        fetched = hosted = layers = copies = 0
-        takes, links, lefts, reads = list[float](), list[float](), list[float](), list[float]()
-        longest = 0.0
+        fetched = hosted = layers = 0
+        takes, links, lefts, leaving, reads = list[float](), list[float](), list[float](), list[float](), list[float]()
+        longest = sent = 0.0
         known = self.linear
         linear = (known or 0.0) * part / max(sum([count for _, count in groups]), 1)
         waits = []
-        height, back = 0.0, extra_bytes < 0
-        if back:
-            sizes = [(x.resident * x.block_bytes, x.spilled * x.block_bytes, count) for x, count in groups]
-            height = raised_to(sizes, -extra_bytes)
-        elif extra_bytes:
-            height = height_after([(x.resident * x.block_bytes, count) for x, count in groups], extra_bytes)
-        for layer, count in groups:
+        for (layer, count), spilled in zip(groups, spilled_after(groups, extra_bytes), strict=True):
             nbytes, had = layer.block_bytes, layer.spilled
-            spilled: float = had
-            if extra_bytes:
-                held, most = layer.resident, layer.resident + had
-                stays = min(max(height / nbytes, held), most) if back else min(height / nbytes, held)
-                spilled = most - stays
-            take = spilled
+            take, fetch, leave = spilled, min(spilled, 1.0), 0.0
             if layer.host_attention:
-                take = min(int(spilled * share + 0.5) if share < 1 else spilled, room // nbytes)
-            on_link = rates.copy_overhead + take * nbytes / rates.up if take else 0.0
+                take, fetch, leave = parted(spilled, share, room // nbytes)
+            on_link = fetch * rates.copy_overhead + take * nbytes / rates.up
             takes.append(take)
             links.append(on_link)
             if take:
-                copies += count
+                sent += count * fetch
                 longest = max(longest, take * nbytes)
                 link += count * on_link
                 fetched += int(count * take * nbytes)
@@ -227,6 +215,7 @@ class CostModel:
             device += count * attended
             layers += count
             lefts.append((spilled - take) * nbytes)
+            leaving.append(leave)
             reads.append(attended)
         alone_of = [x / rates.host for x in lefts]
         uneven = known is not None and link > 0 and is_uneven(links)
@@ -234,17 +223,18 @@ class CostModel:
         if uneven:
             parts = self._busy_parts.of(share, groups, rates, linear * layers, LayerSeconds(links, alone_of, reads))
         for i, (_, count) in enumerate(groups):
-            left, alone, on_link, attended = lefts[i], alone_of[i], links[i], reads[i]
-            if left > 0:
+            left, alone, on_link, attended, leave = lefts[i], alone_of[i], links[i], reads[i], leaving[i]
+            if leave > 0:
                 hosted += int(count * left)
                 # A layer's turn on the link begins as the layer before it ends, with the linear part.
                 busy = min(max(on_link - linear, 0.0) / alone, 1.0) if parts is None else parts[i]
                 busy_bytes += count * left * busy
-                waits.append((count, left, attended, on_link))
-                exposed += count * max(rates.host_overhead + alone / (1 - rates.shared * busy) - attended, 0.0)
+                waits.append((count * leave, left / leave, attended, on_link))
+                by_host = rates.host_overhead + alone / leave / (1 - rates.shared * busy)
+                exposed += count * leave * max(by_host - attended, 0.0)
         base = 0.0 if known is None else linear * layers + device
         busy = busy_bytes / hosted if hosted else 0.0
-        fetching = link
+        fetching, copies = link, round(sent)
         if AT_A_TIME * longest > room:
             link, fetching, copies = self._short_of_room(groups, takes, room)
         seconds = max(base + exposed, fetching)

@@ -91,6 +91,50 @@ def raised_to(heights: Sequence[tuple[float, float, int]], total: float) -> floa
     return math.inf
 
 
-def fetched_blocks(layer: LayerState, share: float) -> int:
-    """Whole blocks that a share of a layer's spilled ones is."""
-    return int(layer.spilled * share + 0.5) if layer.host_attention else layer.spilled
+def spilled_after(groups: Sequence[Group], more: float) -> list[float]:
+    """Blocks that a layer of each group has spilled once other room is kept free: between two whole numbers some layers
+    have the one and others the other.
+
+    Args:
+        groups: as they are.
+        more: bytes that are kept free besides: those layers spill that have most on the device. Where negative, so much
+            comes back, to those that have least there.
+    """
+    if not more:
+        return [x.spilled for x, _ in groups]
+    height = (
+        height_after([(x.resident * x.block_bytes, count) for x, count in groups], more)
+        if more > 0
+        else raised_to([(x.resident * x.block_bytes, x.spilled * x.block_bytes, count) for x, count in groups], -more)
+    )
+    found = []
+    for layer, _ in groups:
+        held, most = layer.resident, layer.resident + layer.spilled
+        stays = height / layer.block_bytes
+        found.append(most - (min(held, stays) if more > 0 else min(max(held, stays), most)))
+    return found
+
+
+def parted(spilled: float, share: float, most: float) -> tuple[float, float, float]:
+    """What a share of a layer's spilled blocks is. Where these are between two whole numbers, some layers have the one
+    and others the other, and a share of either is whole blocks.
+
+    Args:
+        spilled: blocks, on average.
+        share: that is fetched.
+        most: blocks that it may be.
+
+    Returns:
+        blocks that a layer fetches, on average; the part of the layers that fetch some; and of those that leave some.
+    """
+    below = int(spilled)
+    more = spilled - below
+    least = min(int(below * share + 0.5), most)
+    if not more:
+        return least, least > 0, least < below
+    next_one = min(int((below + 1) * share + 0.5), most)
+    return (
+        least + (next_one - least) * more,
+        (least > 0) * (1 - more) + (next_one > 0) * more,
+        (least < below) * (1 - more) + (next_one <= below) * more,
+    )

@@ -12,7 +12,7 @@ LINEAR = 63
 #: Steps that waited for the link of which the median is taken, and the steps that did not wait that are kept then: what
 #: a disturbance has shown is gone soon behind it.
 LATE, KEPT = 31, WINDOW
-#: Steps of a kind that are few.
+#: Fewer steps of a kind than these may all be slow, as first ones are.
 FEW = WINDOW
 #: Steps of either kind that tell the overhead of host attention.
 OF_EACH = 3
@@ -28,7 +28,8 @@ class LinearPart:
     most their median, and does not become longer with that.
 
     The first steps of a kind are slow, and may be all that there are of it: it is not chosen again for what they took.
-    So a kind of few steps takes no longer than the other one, if there were more of that.
+    So a kind of few steps takes no longer than the other one, if there were more of that. Steps that waited for the
+    link count there: they are a bound of the first ones, too.
 
     Attributes:
         value: seconds, of steps of the kind that the last one was of; less than 0 where their parts are taken for more
@@ -51,7 +52,8 @@ class LinearPart:
         if hosted:
             seen = found if len(kind) else self._late.value
             found = None if seen is None else min(seen, self._most)
-        if len(kind) >= FEW or len(other) < FEW or found is None:
+        steps = len(kind) + len(self._late) if hosted else len(kind)
+        if steps >= FEW or len(other) < FEW or found is None:
             return found
         assert other.value is not None
         return min(found, other.value)

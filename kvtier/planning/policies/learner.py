@@ -295,7 +295,9 @@ class ShareLearner:
             best = next((x for x in range(CHOICES - 1, 0, -1) if predict(x).seconds <= least), 0)
             if not best:
                 return 0
-        return next((x for x in range(best, 1, -1) if predict(x).fetched_bytes <= most), 1)
+        # Of few blocks small shares are none, and show nothing of the link.
+        some = next((x for x in range(1, best) if predict(x).fetched_bytes), best)
+        return next((x for x in range(best, some, -1) if predict(x).fetched_bytes <= most), some)
 
     def _predict(self, groups: Groups, choice: int) -> Prediction:
         share = choice / (CHOICES - 1)

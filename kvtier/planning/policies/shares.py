@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from kvtier.config import parse_share
-from kvtier.planning.makespan.groups import Group, fetched_blocks, raised_to
+from kvtier.planning.makespan.groups import Group, spilled_after
 from kvtier.planning.policy import WRITE_THROUGH, Policy, coming_back, fill
 from kvtier.planning.step import LayerPlan, LayerState, StepPlan, StepState
 
@@ -14,8 +14,10 @@ from kvtier.planning.step import LayerPlan, LayerState, StepPlan, StepState
 DEPTH = 2
 #: Room for fetches takes at most this part of the device budget.
 MOST_ROOM = 2
-#: How often it is looked what less room needs: each time there is less to come back.
-LOOKS = 8
+#: How often it is looked what room is needed for what is spilled for room, as it is from step to step.
+LOOKS = 24
+#: Of a block, such a part is none.
+EXACT = 1e-6
 #: Blocks of each sequence that may spill between a plan and the use of what it fetches.
 MARGIN = 2
 #: What comes back is at most one in so many of a layer's spilled blocks a step, where the share itself fetches fewer: a
@@ -47,11 +49,15 @@ class FixedShare(Policy):
 
     def plan_of(self, state: StepState, share: float) -> StepPlan:
         """The plan that fetches a share, in slots that are kept free for it."""
-        fetch = [_to_fetch(x, share) for x in state.layers]
+        fetch = [_to_fetch(x, share, x.spilled) for x in state.layers]
         largest = max((n * x.block_bytes for n, x in zip(fetch, state.layers, strict=True)), default=0)
         if not largest:
             return super().plan(state)  # what comes back where much is free
         reserve = min(DEPTH * largest, state.device_bytes // MOST_ROOM)
+        if share < 1:  # all is asked for with what spills while the step goes on, as far as there is room
+            fetch = [
+                n + MARGIN * x.sequences if 0 < n == x.spilled else n for n, x in zip(fetch, state.layers, strict=True)
+            ]
         # What was spilled for a larger share comes back.
         spare = state.free_bytes - reserve + sum([x.fetched * x.block_bytes for x in state.layers])
         keep = [0] * len(fetch)
@@ -77,7 +83,8 @@ def all_fetch() -> FixedShare:
 
 
 def room_for(groups: Sequence[Group], share: float, device_bytes: int, reserve: int = 0) -> int:
-    """Bytes that `FixedShare` keeps free for a share of what layers have spilled, once they have spilled for it too.
+    """Bytes that `FixedShare` keeps free for a share of what layers have spilled, once they have spilled for it too; or
+    once that has come back for which less is kept free than now.
 
     Args:
         groups: of the layers, with so much kept free as `reserve` says; see `alike`.
@@ -85,49 +92,14 @@ def room_for(groups: Sequence[Group], share: float, device_bytes: int, reserve: 
         device_bytes: the device budget.
         reserve: bytes that are kept free now.
     """
-    room = float(DEPTH * _largest(groups, share))
-    if not room:
-        return 0
-    if room < reserve:
-        return int(min(_room_left(groups, share, room, reserve), device_bytes // MOST_ROOM))
-    # What is kept free besides is spilled by the fullest layers, and the same share of that needs room again: of the
-    # fullest alone until they are as full as the next ones, of these and the next ones then.
-    heights = sorted([(x.resident * x.block_bytes, count, x.block_bytes) for x, count in groups], reverse=True)
-    layers, lowered, depth, found = 0, 0.0, 0.0, room
-    for i, (height, count, block) in enumerate(heights):
-        below = heights[i + 1][0] if i + 1 < len(heights) else 0
-        layers += count
-        if height - below <= block and i + 1 < len(heights):
-            lowered += layers * (height - below)
-            continue  # as full as each other, but for a block, which the fullest has spilled less
-        each = DEPTH * share / layers
-        begun = room + DEPTH * share * depth - each * (reserve + lowered)
-        found = max(begun / (1 - each), 0.0) if each < 1 else math.inf
-        depth, lowered = depth + height - below, lowered + layers * (height - below)
-        if found - reserve <= lowered:
-            break
-    return int(min(found, device_bytes // MOST_ROOM))
-
-
-def _room_left(groups: Sequence[Group], share: float, room: float, reserve: int) -> float:
-    """Bytes that are kept free where that is less than now: the rest comes back to the layers that have least on the
-    device, and of what these have spilled then the share is less, and needs less room.
-
-    Args:
-        groups, share, reserve: as of `room_for`.
-        room: for the share of what is spilled now.
-    """
-    kinds = [(x.resident * x.block_bytes, x.spilled * x.block_bytes, count) for x, count in groups]
-    block = max([x.block_bytes for x, _ in groups])
-    for _ in range(LOOKS):
-        height, most = raised_to(kinds, reserve - room), 0.0
-        for (layer, _), (held, spilled, _) in zip(groups, kinds, strict=True):
-            left = min(max(held + spilled - height, 0), spilled)
-            whole = share == 1 or not layer.host_attention
-            more = MARGIN * layer.sequences * layer.block_bytes if whole and left else 0
-            most = max(most, (left if whole else left * share) + more)
-        before, room = room, min(DEPTH * most, room)
-        if before - room < block:
+    most = device_bytes // MOST_ROOM
+    room = min(DEPTH * _largest(groups, share), most)
+    for _ in range(LOOKS if room else 0):
+        # Blocks are whole, and the largest fetch is of a layer that has spilled one more than others.
+        left = [math.ceil(n - EXACT) for n in spilled_after(groups, room - reserve)]
+        fetch = [_to_fetch(x, share, n) * x.block_bytes for (x, _), n in zip(groups, left, strict=True)]
+        before, room = room, min(DEPTH * max(fetch), most)
+        if room == before:
             break
     return room
 
@@ -152,10 +124,13 @@ def _ahead(fetch: Sequence[int]) -> list[int]:
 
 def _largest(groups: Sequence[Group], share: float) -> int:
     """Bytes of the largest fetch of a layer."""
-    return max([_to_fetch(x, share) * x.block_bytes for x, _ in groups], default=0)
+    return max([_to_fetch(x, share, x.spilled) * x.block_bytes for x, _ in groups], default=0)
 
 
-def _to_fetch(layer: LayerState, share: float) -> int:
-    """Blocks that a plan asks for. All means all, also of what spills while the step goes on."""
-    blocks = fetched_blocks(layer, share)
-    return blocks + MARGIN * layer.sequences if blocks and blocks == layer.spilled else blocks
+def _to_fetch(layer: LayerState, share: float, spilled: int) -> int:
+    """Blocks of so many spilled ones that there is to be room for. All means all, also of what spills while the step
+    goes on. What is all of a few blocks only because these are whole needs no more room: with that there were more of
+    them, of which it is not all, and room would go to and fro."""
+    if share < 1 and layer.host_attention:
+        return int(spilled * share + 0.5)
+    return spilled + MARGIN * layer.sequences if spilled else 0
