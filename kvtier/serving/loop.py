@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from kvtier.ends import ends_elsewhere, insistent, process_ends
 from kvtier.errors import ConcurrentUseError, UnsupportedError
 from kvtier.forks import heed, inherited
 from kvtier.kernels import launch
@@ -24,8 +25,8 @@ from kvtier.serving.step import StepRunner
 
 _LOG = logging.getLogger("kvtier.serving")
 
-#: Whose threads may be at work.
-_running: weakref.WeakSet[Loop] = weakref.WeakSet()
+#: Of engines that there are.
+_loops: weakref.WeakSet[Loop] = weakref.WeakSet()
 
 #: Seconds between two looks whether an engine without requests is still there.
 _LOOK = 5.0
@@ -68,6 +69,8 @@ class Loop:
         self._stopping = False
         self.stepping = threading.RLock()
         heed(self)
+        _loops.add(self)
+        _end_with_process()
 
     def forked(self) -> None:
         """As of `Inherited`: a thread that is not here may be at a step."""
@@ -89,8 +92,10 @@ class Loop:
         """
         self.check_outside()
         if not self.stepping.acquire(blocking=False):
+            _check_process()
             raise ConcurrentUseError("Another thread runs this engine's steps.")
         try:
+            _check_process()
             return self._own_step()
         finally:
             self.stepping.release()
@@ -113,6 +118,7 @@ class Loop:
                 with lock:
                     if there():
                         return True
+                    _check_process()
                     left = math.inf if end is None else end - time.monotonic()
                     if left <= 0:
                         return False
@@ -121,6 +127,7 @@ class Loop:
                     if not stepping:
                         lock.wait(min(left, _UNTOLD))
                 if stepping:
+                    _check_process()
                     self._own_step()
             finally:
                 try:
@@ -170,11 +177,11 @@ class Loop:
                 requests.check_open()
                 ending = self._thread
                 if ending is None or not ending.is_alive():  # it was never started, or has ended by itself
+                    if process_ends():  # whoever waits computes
+                        return
                     self._stopping = False
                     self._thread = threading.Thread(target=self._run, name="kvtier-engine", daemon=True)
-                    atexit.unregister(_stop_all)
-                    atexit.register(_stop_all)  # the latest is called first: before what a step uses ends
-                    _running.add(self)
+                    _end_with_process()
                     self._thread.start()
                     return
                 if not self._stopping:
@@ -259,9 +266,25 @@ class Loop:
             _LOG.exception("A step that failed was not repaired; the next one tries again.")
 
 
+def _end_with_process() -> None:
+    """What was registered last ends first: steps end before what they use, as it is by now."""
+    atexit.unregister(_stop_all)
+    atexit.register(_stop_all)
+
+
+@insistent
 def _stop_all() -> None:
-    """The process ends and an engine was not closed: its thread ends after the step that it is at, and requests are not
+    """The process ends and an engine was not closed: the step that a thread is at is waited for, and requests are not
     finished. A thread that Python ends within torch's code would abort the process."""
-    for loop in list(_running):
+    for loop in list(_loops):
         if loop.alive:  # in a process that was forked it is not
             loop.stop()
+        with loop.stepping:  # of a thread that asked for a step
+            pass
+
+
+def _check_process() -> None:
+    """Raise `SystemExit` in the other threads of a process that ends, as Python will: one that waits for an engine's
+    thread would step in its place. The thread in which it ends may ask for steps, as from `atexit`."""
+    if ends_elsewhere():
+        raise SystemExit

@@ -14,6 +14,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 from cut_short import interrupted, steps_with_an_interrupt
 from families import build_model
@@ -37,25 +38,59 @@ def add(engine: Engine, **options: Any) -> list[str]:
 
 
 FORGOTTEN = """
-import sys, time
+import sys, threading, time
+from transformers import AutoModelForCausalLM
+from kvtier import Engine
+
+engine = Engine(AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval(), host_budget="8MiB")
+names = [engine.add_request([5, 6, 7 + n], max_new_tokens=900, do_sample=False) for n in range(8)]
+{more}
+raise ValueError("a fault of the caller's")
+"""
+STREAMS = "engine.start(); next(engine.stream(names[0]))"
+WAITS = f"{STREAMS}; threading.Thread(target=engine.wait, args=names[1:2], daemon=True).start()"
+STEPS = """
+def compute():
+    while engine.step():
+        pass
+
+threading.Thread(target=compute, daemon=True).start()
+time.sleep(0.2)
+"""
+
+
+@pytest.mark.parametrize("more", [STREAMS, WAITS, STEPS], ids=["streams", "waits", "steps"])
+def test_a_process_ends_in_the_middle_of_a_step_of_an_engine_that_was_not_closed(tmp_path: Path, more: str) -> None:
+    build_model("llama", "sdpa").save_pretrained(tmp_path)
+    script = FORGOTTEN.replace("{more}", more)
+    run = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert run.returncode == 1, run.stderr
+    assert run.stderr.rstrip().endswith("ValueError: a fault of the caller's"), run.stderr
+
+
+LATE = """
+import atexit, sys, threading
+
+@atexit.register  # it runs behind what kvtier registers
+def late():
+    engine.start()
+    print(len(engine.wait(name).generated_tokens), [x.name for x in threading.enumerate() if "kvtier" in x.name])
+
 from transformers import AutoModelForCausalLM
 from kvtier import Engine
 
 engine = Engine(AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval(), host_budget="8MiB")
 engine.start()
-names = [engine.add_request([5, 6, 7 + n], max_new_tokens=900, do_sample=False) for n in range(8)]
-next(engine.stream(names[0]))
-raise ValueError("a fault of the caller's")
+name = engine.add_request([5, 6, 7], max_new_tokens=40, do_sample=False)
 """
 
 
-def test_a_process_ends_in_the_middle_of_a_step_of_an_engine_that_was_not_closed(tmp_path: Path) -> None:
+def test_at_the_end_of_a_process_who_waits_computes(tmp_path: Path) -> None:
     build_model("llama", "sdpa").save_pretrained(tmp_path)
-    run = subprocess.run(
-        [sys.executable, "-c", FORGOTTEN, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
-    assert run.returncode == 1, run.stderr
-    assert run.stderr.rstrip().endswith("ValueError: a fault of the caller's"), run.stderr
+    run = forks.run(LATE, str(tmp_path), cwd=ROOT)
+    assert (run.returncode, run.stdout) == (0, "40 []\n"), run.stderr
 
 
 @pytest.mark.parametrize("timeout", ["5", -1, float("nan"), True])

@@ -25,6 +25,7 @@ from kvtier.conversation.journal import JournalledCache
 from kvtier.conversation.saved.waiting import Saved, Waiting
 from kvtier.conversation.states import States, packed_states, unpacked_states
 from kvtier.cpu.cached import CachedFile
+from kvtier.ends import insistent, process_ends
 from kvtier.errors import BudgetError
 from kvtier.forward.forward import Forward
 from kvtier.hf.models.devices import Devices
@@ -71,13 +72,13 @@ class Archive:
     # Save
 
     def submit(self, saved: Saved) -> None:
-        """Save a sequence soon."""
-        if self.background and (self._thread is None or not self._thread.is_alive()):
+        """Save a sequence soon; where the process ends, with the next `flush` or `finish`."""
+        _working.add(self)
+        if self.background and not process_ends() and (self._thread is None or not self._thread.is_alive()):
             # Listed first: what is interrupted here leaves no thread that nobody knows.
             self._thread = threading.Thread(
                 target=_work, args=(weakref.ref(self), self._waiting), name="kvtier-saving", daemon=True
             )
-            _working.add(self)
             try:
                 self._thread.start()
             except RuntimeError as error:  # a call that has its answer does not fail for it
@@ -89,9 +90,14 @@ class Archive:
 
     def flush(self) -> None:
         """Return when all that was submitted is on the disk, or cannot be."""
-        while not self.background and self.work():
+        while self._saves_itself and self.work():
             pass
         self._waiting.join()
+
+    @property
+    def _saves_itself(self) -> bool:
+        """Whether no thread does. Where the process ends, none is begun: it would not be waited for."""
+        return not self.background or (process_ends() and (self._thread is None or not self._thread.is_alive()))
 
     def work(self) -> bool:
         """Save what was submitted first of what is not saved yet. Whether there was any."""
@@ -104,7 +110,7 @@ class Archive:
 
     def finish(self) -> None:
         """Save what was submitted, and end the thread."""
-        while not self.background and self.work():
+        while self._saves_itself and self.work():
             pass
         self._waiting.end()
         if self._thread is not None and self._thread.is_alive():
@@ -241,11 +247,12 @@ class Archive:
         return until, found
 
 
-#: Archives whose threads may be at work.
+#: Archives that may have something to save.
 _working: weakref.WeakSet[Archive] = weakref.WeakSet()
 
 
 @atexit.register
+@insistent
 def _finish() -> None:
     """The process ends and a store was not closed: save what was submitted. A thread that Python ends within torch's
     code would abort the process."""

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Hashable
 
+from kvtier.ends import process_ends
 from kvtier.forks import heed
 
 _LOG = logging.getLogger("kvtier.conversation")
@@ -40,14 +41,15 @@ class Soon:
             self._waiting.setdefault(what, save)
             if not self.background or (self._works and self._thread is not None and self._thread.is_alive()):
                 return
-            # Python waits for its end before the process ends.
-            self._thread = thread = threading.Thread(target=self._work, name="kvtier-turns", daemon=False)
-            self._works = True
-            try:
-                thread.start()
-                return
-            except RuntimeError:  # the system has none to give, or the process ends
-                self._thread = None
+            self._works, self._thread = True, None
+            if not process_ends():
+                # Python waits for its end before the process ends.
+                self._thread = thread = threading.Thread(target=self._work, name="kvtier-turns", daemon=False)
+                try:
+                    thread.start()
+                    return
+                except RuntimeError:  # the system has none to give, or the process ends
+                    self._thread = None
         self._work()
 
     def join(self) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Sequence
 from kvtier.conversation.index import WIDTH, common
 from kvtier.conversation.kept.kept import Kept
 from kvtier.conversation.saved.disk_tier import DiskTier
+from kvtier.ends import insistent, process_ends
 from kvtier.errors import CorruptionError
 from kvtier.forks import heed
 from kvtier.memory.tiered import TieredMemory
@@ -174,8 +175,8 @@ class Waker:
             self._end(wake)
             return wake
         with self._lock:
-            if self._closed:
-                wake.why = "the store was closed"
+            if self._closed or process_ends():
+                wake.why = "the store was closed" if self._closed else "the process ends"
                 self._end(wake)
                 return wake
             self._queue.append(wake)
@@ -331,6 +332,7 @@ _wakers: weakref.WeakSet[Waker] = weakref.WeakSet()
 
 
 @atexit.register
+@insistent
 def _stop() -> None:
     """The process ends and a store was not closed. A thread that Python ends within torch's code would abort it."""
     for waker in list(_wakers):

@@ -14,6 +14,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 import torch
 from families import VOCAB, tiny_model
@@ -267,6 +268,34 @@ for n in range(4):
         for n in range(4):
             store.generate(**ones(some_ids(800, seed=n)), **GREEDY)
             assert store.reuse[0].loaded == 799
+
+
+@pytest.mark.parametrize("last", ["flush", "close"])
+def test_a_turn_at_the_end_of_a_process_is_saved(last: str, tmp_path: Path) -> None:
+    """Behind what kvtier does at that end: what is registered first runs last."""
+    script = f"""
+import atexit, sys
+sys.path[:0] = {sys.path!r}
+
+@atexit.register
+def late():
+    chat = store.open("a")
+    assert chat.wake().wait(60)
+    chat.generate(**ones(some_ids(400, seed=1)), **GREEDY)
+    store.{last}()
+
+from families import tiny_model
+from test_store import GREEDY, ones, some_ids, store_of
+store = store_of(tiny_model("llama"), directory={str(tmp_path)!r})
+store.generate(**ones(some_ids(400)), **GREEDY)
+"""
+    ended = forks.run(script)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    with store_of(tiny_model("llama"), directory=tmp_path) as store:
+        assert store.names == ["a"]
+        for seed in (0, 1):
+            store.generate(**ones(some_ids(400, seed=seed)), **GREEDY)
+            assert store.reuse[0].loaded == 399
 
 
 def test_two_stores_of_one_model_time_each_forward_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

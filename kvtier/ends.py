@@ -1,0 +1,51 @@
+"""The end of a process: what is done then. A thread that Python ends within torch's code aborts the process."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable
+
+#: Seconds from the first interrupt on in which others are the same one: somebody presses Ctrl-C again and again.
+_SAME = 5.0
+
+#: The thread in which the process ends.
+_here: int | None = None
+
+
+def process_ends() -> bool:
+    """Whether the process ends: a thread that is begun now would not be waited for."""
+    return _here is not None
+
+
+def ends_elsewhere() -> bool:
+    """Whether it ends, in another thread than this one: Python is about to end this one."""
+    return _here not in (None, threading.get_ident())
+
+
+def insistent(end: Callable[[], None]) -> Callable[[], None]:
+    """For `atexit`, which only prints what is raised: an interrupt begins it again. One that comes much later than the
+    first is heeded.
+
+    Args:
+        end: may be called again, wherever it was cut short.
+    """
+
+    @functools.wraps(end)
+    def insist() -> None:
+        global _here
+        first = None
+        while True:
+            try:
+                _here = threading.get_ident()
+                return end()
+            except Exception:
+                raise
+            except BaseException:  # of Ctrl-C, or of a handler of another signal
+                now = time.monotonic()
+                first = now if first is None else first
+                if now - first > _SAME:
+                    raise
+
+    return insist
