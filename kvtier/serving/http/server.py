@@ -277,6 +277,8 @@ class _Uvicorn(uvicorn.Server):
         ending = asyncio.ensure_future(self._end_requests())
         try:
             await super().shutdown(sockets=sockets)
+            if self.force_exit:  # uvicorn leaves it out, and its task would be cancelled, with a traceback
+                await self.lifespan.shutdown()
         finally:
             ending.cancel()
 

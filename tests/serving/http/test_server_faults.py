@@ -11,6 +11,7 @@ import http.client
 import json
 import os
 import random
+import signal
 import socket
 import threading
 import time
@@ -626,6 +627,20 @@ def test_the_end_cancels_what_does_not_finish(start: Start, monkeypatch: pytest.
         with pytest.raises(openai.InternalServerError, match="shutting down"):
             asked.result()
         assert running.engine.steps < 3500, "it was computed to its end"
+
+
+def test_a_third_interrupt_ends_without_a_traceback(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    with start(drain=120.0) as running, ThreadPoolExecutor(1) as pool:
+        with held(running):
+            asked = pool.submit(running.client().completions.create, model=NAME, prompt=PROMPT, max_tokens=30)
+            assert until(lambda: running.engine.load.running == 1)
+            uvicorn = running.server._uvicorn
+            for _ in range(3):
+                uvicorn.handle_exit(signal.SIGINT, None)  # type: ignore[union-attr]
+            assert until(lambda: not uvicorn.server_state.connections or uvicorn.force_exit)  # type: ignore[union-attr]
+        with pytest.raises(openai.OpenAIError):
+            asked.result()
+    assert not [x.getMessage() for x in caplog.records if x.levelname == "ERROR"]
 
 
 def test_the_handlers_of_transformers_work_on_the_same_manager(running: Running, trained: tuple[Any, Any]) -> None:
