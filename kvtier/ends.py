@@ -24,6 +24,19 @@ def ends_elsewhere() -> bool:
     return _here not in (None, threading.get_ident())
 
 
+def runs(thread: threading.Thread | None) -> bool:
+    """Whether a thread does. One whose `join` was interrupted says that it does not: Python 3.11 takes it for ended."""
+    return any(each is thread for each in threading.enumerate())  # its number may be another one's by now
+
+
+def join(thread: threading.Thread | None) -> None:
+    """Return when it has ended, also where another call of this was interrupted."""
+    if thread is not None and runs(thread):
+        thread.join()
+        while runs(thread):
+            time.sleep(0.005)
+
+
 def insistent(end: Callable[[], None]) -> Callable[[], None]:
     """For `atexit`, which only prints what is raised: an interrupt begins it again. One that comes much later than the
     first is heeded.

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import threading
+import time
+
 import pytest
 
 from kvtier import ends
@@ -54,3 +58,31 @@ def test_an_error_at_the_end_is_raised_once() -> None:
     with pytest.raises(ValueError, match="once"):
         fails()
     assert calls == [1]
+
+
+def test_a_thread_whose_join_was_interrupted_is_waited_for() -> None:
+    ends_now = threading.Event()
+    thread = threading.Thread(target=ends_now.wait, args=(60,))
+    thread.start()
+    main = threading.main_thread().ident
+    assert main is not None
+    threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        ends.join(thread)
+    assert ends.runs(thread)
+    threading.Timer(0.2, ends_now.set).start()
+    began = time.monotonic()
+    ends.join(thread)
+    assert ends_now.is_set()
+    assert time.monotonic() - began > 0.1
+    assert not ends.runs(thread)
+    ends.join(None)
+
+
+def test_a_thread_that_has_ended_is_not_taken_for_a_later_one_with_its_number() -> None:
+    thread = threading.Thread(target=int)
+    thread.start()
+    thread.join()
+    thread._ident = threading.get_ident()  # type: ignore[attr-defined]
+    assert not ends.runs(thread)
+    ends.join(thread)  # else for ever

@@ -25,7 +25,7 @@ from kvtier.conversation.journal import JournalledCache
 from kvtier.conversation.saved.waiting import Saved, Waiting
 from kvtier.conversation.states import States, packed_states, unpacked_states
 from kvtier.cpu.cached import CachedFile
-from kvtier.ends import insistent, process_ends
+from kvtier.ends import insistent, join, process_ends, runs
 from kvtier.errors import BudgetError
 from kvtier.forward.forward import Forward
 from kvtier.hf.models.devices import Devices
@@ -97,7 +97,7 @@ class Archive:
     @property
     def _saves_itself(self) -> bool:
         """Whether no thread does. Where the process ends, none is begun: it would not be waited for."""
-        return not self.background or (process_ends() and (self._thread is None or not self._thread.is_alive()))
+        return not self.background or (process_ends() and not runs(self._thread))
 
     def work(self) -> bool:
         """Save what was submitted first of what is not saved yet. Whether there was any."""
@@ -113,8 +113,7 @@ class Archive:
         while self._saves_itself and self.work():
             pass
         self._waiting.end()
-        if self._thread is not None and self._thread.is_alive():
-            self._thread.join()
+        join(self._thread)
         self._thread = None
 
     def save(self, saved: Saved) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Sequence
 from kvtier.conversation.index import WIDTH, common
 from kvtier.conversation.kept.kept import Kept
 from kvtier.conversation.saved.disk_tier import DiskTier
-from kvtier.ends import insistent, process_ends
+from kvtier.ends import insistent, join, process_ends
 from kvtier.errors import CorruptionError
 from kvtier.forks import heed
 from kvtier.memory.tiered import TieredMemory
@@ -229,8 +229,8 @@ class Waker:
                 wake.cancel()
         while not self.background and self.step() is not None:
             pass
-        if thread is not None and thread.is_alive() and thread is not threading.current_thread():
-            thread.join()
+        if thread is not threading.current_thread():
+            join(thread)
 
     def close(self) -> None:
         """The same, for good: what is submitted from now on ends at once."""
