@@ -90,6 +90,11 @@ class Median:
         return len(self._values)
 
     @property
+    def least(self) -> float:
+        """The least of the last values, of which there is at least one."""
+        return self._sorted[0]
+
+    @property
     def mean(self) -> float:
         """The mean of the last values, of which there is at least one."""
         return sum(self._values) / len(self._values)

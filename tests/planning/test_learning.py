@@ -286,6 +286,15 @@ def test_few_slow_steps_of_a_kind_do_not_stand_for_it_where_many_of_the_other_on
     assert (found.of(True), found.of(False)) == (28.0, 23.0)
 
 
+def test_the_first_slow_steps_with_host_attention_do_not_show_an_overhead_of_it() -> None:
+    found = LinearPart()
+    for slow in (39.0, 56.0, 61.0, 47.0, 24.0):
+        found.add(slow, hosted=True)
+    for i in range(FEW):
+        found.add(23.0 + i % 2, hosted=False)
+    assert abs(found.more_with_host() or 0.0) <= 1.0
+
+
 def test_a_difference_that_may_be_noise_is_no_overhead() -> None:
     true = replace(TRUE, host_overhead=100e-6)
     model, rng = CostModel(true), random.Random(1)

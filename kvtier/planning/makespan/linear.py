@@ -98,4 +98,6 @@ class LinearPart:
         if with_host.value is None or without.value is None or min(len(with_host), len(without)) < OF_EACH:
             return None
         more = with_host.value - without.value
+        if more > 0 and len(with_host) < FEW:  # first steps are slow: the least is nearest to what others will be
+            more = max(with_host.least - without.value, 0.0)
         return more if abs(more) >= SIGNIFICANT * math.hypot(with_host.error, without.error) else None
