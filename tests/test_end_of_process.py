@@ -66,9 +66,13 @@ def test_a_thread_whose_join_was_interrupted_is_waited_for() -> None:
     thread.start()
     main = threading.main_thread().ident
     assert main is not None
-    threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGINT)).start()
-    with pytest.raises(KeyboardInterrupt):
-        ends.join(thread)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored, as in the background
+    try:
+        threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            ends.join(thread)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert ends.runs(thread)
     threading.Timer(0.2, ends_now.set).start()
     began = time.monotonic()
