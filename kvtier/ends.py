@@ -11,17 +11,17 @@ from collections.abc import Callable
 _SAME = 5.0
 
 #: The thread in which the process ends.
-_here: int | None = None
+_ending: int | None = None
 
 
 def process_ends() -> bool:
     """Whether the process ends: a thread that is begun now would not be waited for."""
-    return _here is not None
+    return _ending is not None
 
 
 def ends_elsewhere() -> bool:
     """Whether it ends, in another thread than this one: Python is about to end this one."""
-    return _here not in (None, threading.get_ident())
+    return _ending not in (None, threading.get_ident())
 
 
 def runs(thread: threading.Thread | None) -> bool:
@@ -37,7 +37,7 @@ def join(thread: threading.Thread | None) -> None:
             time.sleep(0.005)
 
 
-def insistent(end: Callable[[], None]) -> Callable[[], None]:
+def retry_on_interrupt(end: Callable[[], None]) -> Callable[[], None]:
     """For `atexit`, which only prints what is raised: an interrupt begins it again. One that comes much later than the
     first is heeded.
 
@@ -46,12 +46,12 @@ def insistent(end: Callable[[], None]) -> Callable[[], None]:
     """
 
     @functools.wraps(end)
-    def insist() -> None:
-        global _here
+    def retrying() -> None:
+        global _ending
         first = None
         while True:
             try:
-                _here = threading.get_ident()
+                _ending = threading.get_ident()
                 return end()
             except Exception:
                 raise
@@ -61,4 +61,4 @@ def insistent(end: Callable[[], None]) -> Callable[[], None]:
                 if now - first > _SAME:
                     raise
 
-    return insist
+    return retrying

@@ -14,7 +14,7 @@ from kvtier import ends
 @pytest.fixture(autouse=True)
 def goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """This process does not end."""
-    monkeypatch.setattr(ends, "_here", None)
+    monkeypatch.setattr(ends, "_ending", None)
 
 
 def test_an_interrupt_does_not_cut_an_end_short_and_one_that_comes_much_later_does(
@@ -28,7 +28,7 @@ def test_an_interrupt_does_not_cut_an_end_short_and_one_that_comes_much_later_do
 
     monkeypatch.setattr(ends.time, "monotonic", now)
 
-    @ends.insistent
+    @ends.retry_on_interrupt
     def three() -> None:
         assert ends.process_ends()
         if len(seconds) < 3:
@@ -38,7 +38,7 @@ def test_an_interrupt_does_not_cut_an_end_short_and_one_that_comes_much_later_do
     three()
     assert len(seconds) == 3
 
-    @ends.insistent
+    @ends.retry_on_interrupt
     def never() -> None:
         raise KeyboardInterrupt
 
@@ -50,7 +50,7 @@ def test_an_interrupt_does_not_cut_an_end_short_and_one_that_comes_much_later_do
 def test_an_error_at_the_end_is_raised_once() -> None:
     calls = list[int]()
 
-    @ends.insistent
+    @ends.retry_on_interrupt
     def fails() -> None:
         calls.append(1)
         raise ValueError("once")

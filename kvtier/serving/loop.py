@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from kvtier.ends import ends_elsewhere, insistent, process_ends
+from kvtier.ends import ends_elsewhere, join, process_ends, retry_on_interrupt, runs
 from kvtier.errors import ConcurrentUseError, UnsupportedError
 from kvtier.forks import heed, inherited
 from kvtier.kernels import launch
@@ -81,8 +81,7 @@ class Loop:
     @property
     def alive(self) -> bool:
         """Whether that thread runs."""
-        thread = self._thread
-        return thread is not None and thread.is_alive()
+        return runs(self._thread)
 
     def step(self) -> bool:
         """Compute one step, in the caller's thread. Whether there was anything to do.
@@ -176,7 +175,7 @@ class Loop:
             with requests.lock:
                 requests.check_open()
                 ending = self._thread
-                if ending is None or not ending.is_alive():  # it was never started, or has ended by itself
+                if not runs(ending):  # it was never started, or has ended by itself
                     if process_ends():  # whoever waits computes
                         return
                     self._stopping = False
@@ -187,7 +186,7 @@ class Loop:
                 if not self._stopping:
                     return
             self.check_outside()
-            ending.join()
+            join(ending)
 
     def stop(self) -> None:
         """End the thread after the step that it is at. Requests stay where they are.
@@ -200,8 +199,7 @@ class Loop:
         with lock:
             thread, self._stopping = self._thread, True
             lock.notify_all()
-        if thread is not None:
-            thread.join()
+        join(thread)
         with lock:
             if self._thread is thread:  # and none that was started since
                 self._thread = None
@@ -272,7 +270,7 @@ def _end_with_process() -> None:
     atexit.register(_stop_all)
 
 
-@insistent
+@retry_on_interrupt
 def _stop_all() -> None:
     """The process ends and an engine was not closed: the step that a thread is at is waited for, and requests are not
     finished. A thread that Python ends within torch's code would abort the process."""

@@ -13,7 +13,7 @@ import pytest
 
 from kvtier.planning.costs import CostModel, Prediction
 from kvtier.planning.makespan.groups import alike
-from kvtier.planning.makespan.linear import FEW, KEPT, LATE, LinearPart
+from kvtier.planning.makespan.linear import KEPT, LATE, TRUSTED, LinearPart
 from kvtier.planning.makespan.linear import LINEAR as LINEAR_WINDOW
 from kvtier.planning.policies.adaptive import CACHES, Adaptive
 from kvtier.planning.policies.learner import (
@@ -273,24 +273,34 @@ def test_the_overhead_of_host_attention_is_learned_from_steps_with_it_and_withou
     assert model.linear == pytest.approx(LINEAR, rel=0.02)
 
 
-def test_few_slow_steps_of_a_kind_do_not_stand_for_it_where_many_of_the_other_one_took_less() -> None:
+def test_the_first_slow_steps_of_a_kind_do_not_stand_for_it_where_the_other_one_is_known() -> None:
     found = LinearPart()
     for slow in (39.0, 60.0, 30.0):  # the first steps of all
         found.add(slow, hosted=True)
     assert found.value == 39.0
-    for _ in range(FEW):
+    for _ in range(TRUSTED):
         found.add(23.0, hosted=False)
     assert found.of(True) == 23.0, "else a step with host attention would never be worth its while"
-    for _ in range(FEW):
+    for _ in range(TRUSTED):
         found.add(28.0, hosted=True)
     assert (found.of(True), found.of(False)) == (28.0, 23.0)
+
+
+def test_steps_that_waited_for_the_link_show_too_that_a_kind_is_no_shorter() -> None:
+    found = LinearPart(28.0, hosted=True)
+    for _ in range(TRUSTED):
+        found.add(23.0, hosted=False)
+    assert found.of(True) == 23.0, "its first step may have been slow"
+    for _ in range(TRUSTED):
+        found.add(28.0, hosted=True, late=True)
+    assert found.of(True) == 28.0
 
 
 def test_the_first_slow_steps_with_host_attention_do_not_show_an_overhead_of_it() -> None:
     found = LinearPart()
     for slow in (39.0, 56.0, 61.0, 47.0, 24.0):
         found.add(slow, hosted=True)
-    for i in range(FEW):
+    for i in range(TRUSTED):
         found.add(23.0 + i % 2, hosted=False)
     assert abs(found.more_with_host() or 0.0) <= 1.0
 

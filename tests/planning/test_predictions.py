@@ -10,7 +10,6 @@ import pytest
 
 from kvtier.planning.costs import CostModel
 from kvtier.planning.makespan.groups import alike, parted
-from kvtier.planning.makespan.linear import FEW, LinearPart
 from kvtier.planning.policies.adaptive import Adaptive
 from kvtier.planning.policies.shares import FixedShare, room_for
 from kvtier.planning.rates import Rates
@@ -91,16 +90,6 @@ def test_the_room_of_a_share_does_not_go_to_and_fro(share: float, kept: tuple[fl
         trial.run(2 * SETTLED)
         assert len({x.reserve for x in trial.plans[SETTLED:]}) == 1
         assert len({x.bytes_up for x in trial.records[SETTLED:]}) == 1
-
-
-def test_a_kind_of_few_steps_takes_no_longer_than_the_other_one_until_steps_that_waited_are_many() -> None:
-    part = LinearPart(2.0, hosted=True)
-    for _ in range(FEW):
-        part.add(1.0, hosted=False)
-    assert part.of(True) == 1.0, "its first step may have been slow"
-    for _ in range(FEW):
-        part.add(2.0, hosted=True, late=True)
-    assert part.of(True) == 2.0, "it was not"
 
 
 @pytest.mark.parametrize("seed", [124, 127])

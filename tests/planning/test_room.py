@@ -74,7 +74,7 @@ def test_what_was_spilled_for_a_larger_share_comes_back_to_where_it_was(
     assert abs(more) <= 2 * load.layers * load.block_bytes
 
 
-@pytest.mark.parametrize("after", [0.125, 0.25, 0.5, 0.75, 0.875])
+@pytest.mark.parametrize("after", [0.25, 0.5, 0.75, 0.875])
 @pytest.mark.parametrize("layers", [6, 16, 40])
 def test_a_smaller_share_is_predicted_where_layers_are_not_as_full_as_each_other(layers: int, after: float) -> None:
     """Behind a step that had all fetched, what comes back has reached some of them."""
@@ -91,7 +91,7 @@ def test_a_smaller_share_is_predicted_where_layers_are_not_as_full_as_each_other
     found = CostModel(RATES).step(groups, after, room - reserve, room=room)
     seen = straight.records[-1]
     assert abs(found.fetched_bytes - seen.bytes_up) <= layers * load.block_bytes, "but for a block of each layer"
-    assert found.fetched_bytes or after < 0.25
+    assert found.fetched_bytes
 
 
 def test_no_step_waits_for_more_than_a_part_of_what_comes_back_and_the_first_for_nothing() -> None:

@@ -25,6 +25,7 @@ import torch
 from kvtier.conversation.disk.chunks import Chunk, Chunks
 from kvtier.conversation.disk.files.files import Damaged
 from kvtier.conversation.disk.files.folder import MANIFEST, Folder
+from kvtier.conversation.disk.files.reserve import Reserve
 from kvtier.conversation.disk.files.straight import Blocks
 from kvtier.conversation.disk.order import Order
 from kvtier.conversation.disk.ranked import noting
@@ -90,7 +91,10 @@ class Disk:
         try:
             self.path = self._folder.path
             self._reader = ChainReader(self._folder)
-            self._manifest = Manifest(self.path / MANIFEST, fingerprint)
+            reserve = Reserve(self.path, kept=budget is None)  # it would be outside a budget
+            if budget is not None:
+                reserve.remove()
+            self._manifest = Manifest(self.path / MANIFEST, fingerprint, reserve=reserve)
             self._conversations = ConversationRows(self._manifest)
             parts = self._folder, self._manifest, self._conversations, self._chunks, self._order
             self.room = Room(budget, *parts, self._lock)

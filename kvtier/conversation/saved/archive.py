@@ -25,7 +25,7 @@ from kvtier.conversation.journal import JournalledCache
 from kvtier.conversation.saved.waiting import Saved, Waiting
 from kvtier.conversation.states import States, packed_states, unpacked_states
 from kvtier.cpu.cached import CachedFile
-from kvtier.ends import insistent, join, process_ends, runs
+from kvtier.ends import join, process_ends, retry_on_interrupt, runs
 from kvtier.errors import BudgetError
 from kvtier.forward.forward import Forward
 from kvtier.hf.models.devices import Devices
@@ -73,9 +73,8 @@ class Archive:
 
     def submit(self, saved: Saved) -> None:
         """Save a sequence soon; where the process ends, with the next `flush` or `finish`."""
-        _working.add(self)
-        if self.background and not process_ends() and (self._thread is None or not self._thread.is_alive()):
-            # Listed first: what is interrupted here leaves no thread that nobody knows.
+        _working.add(self)  # first: what is interrupted here leaves no thread that nobody knows
+        if self.background and not process_ends() and not runs(self._thread):
             self._thread = threading.Thread(
                 target=_work, args=(weakref.ref(self), self._waiting), name="kvtier-saving", daemon=True
             )
@@ -251,7 +250,7 @@ _working: weakref.WeakSet[Archive] = weakref.WeakSet()
 
 
 @atexit.register
-@insistent
+@retry_on_interrupt
 def _finish() -> None:
     """The process ends and a store was not closed: save what was submitted. A thread that Python ends within torch's
     code would abort the process."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Sequence
 from kvtier.conversation.index import WIDTH, common
 from kvtier.conversation.kept.kept import Kept
 from kvtier.conversation.saved.disk_tier import DiskTier
-from kvtier.ends import insistent, join, process_ends
+from kvtier.ends import join, process_ends, retry_on_interrupt
 from kvtier.errors import CorruptionError
 from kvtier.forks import heed
 from kvtier.memory.tiered import TieredMemory
@@ -332,7 +332,7 @@ _wakers: weakref.WeakSet[Waker] = weakref.WeakSet()
 
 
 @atexit.register
-@insistent
+@retry_on_interrupt
 def _stop() -> None:
     """The process ends and a store was not closed. A thread that Python ends within torch's code would abort it."""
     for waker in list(_wakers):

@@ -12,8 +12,8 @@ LINEAR = 63
 #: Steps that waited for the link of which the median is taken, and the steps that did not wait that are kept then: what
 #: a disturbance has shown is gone soon behind it.
 LATE, KEPT = 31, WINDOW
-#: Fewer steps of a kind than these may all be slow, as first ones are.
-FEW = WINDOW
+#: Steps from which a kind is known: fewer may all be slow, as first ones are.
+TRUSTED = WINDOW
 #: Steps of either kind that tell the overhead of host attention.
 OF_EACH = 3
 #: Standard errors from which a difference counts as one.
@@ -28,8 +28,8 @@ class LinearPart:
     most their median, and does not become longer with that.
 
     The first steps of a kind are slow, and may be all that there are of it: it is not chosen again for what they took.
-    So a kind of few steps takes no longer than the other one, if there were more of that. Steps that waited for the
-    link count there: they are a bound of the first ones, too.
+    So until `TRUSTED` steps of a kind are seen it takes no longer than the other one, if that is known. Steps that
+    waited for the link count there: they are a bound of the first ones, too.
 
     Attributes:
         value: seconds, of steps of the kind that the last one was of; less than 0 where their parts are taken for more
@@ -53,7 +53,7 @@ class LinearPart:
             seen = found if len(kind) else self._late.value
             found = None if seen is None else min(seen, self._most)
         steps = len(kind) + len(self._late) if hosted else len(kind)
-        if steps >= FEW or len(other) < FEW or found is None:
+        if steps >= TRUSTED or len(other) < TRUSTED or found is None:
             return found
         assert other.value is not None
         return min(found, other.value)
@@ -98,6 +98,6 @@ class LinearPart:
         if with_host.value is None or without.value is None or min(len(with_host), len(without)) < OF_EACH:
             return None
         more = with_host.value - without.value
-        if more > 0 and len(with_host) < FEW:  # first steps are slow: the least is nearest to what others will be
+        if more > 0 and len(with_host) < TRUSTED:  # first steps are slow: the least is nearest to what others will be
             more = max(with_host.least - without.value, 0.0)
         return more if abs(more) >= SIGNIFICANT * math.hypot(with_host.error, without.error) else None

@@ -328,6 +328,17 @@ def test_a_file_that_may_not_grow_loses_nothing(tmp_path: Path) -> None:
     assert out == "whole\n"
 
 
+def on_small_disk(script: str, folder: Path, size: str) -> str:
+    """What a script prints whose folder is a file system of its own, of so many bytes."""
+    mounted = f'mount -t tmpfs -o size={size},mode=700 none {folder} && exec "$@"'
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run(["unshare", "-rm", "sh", "-c", mounted, "sh", "true"], capture_output=True).returncode
+    ):
+        pytest.skip("no small file system can be mounted here")
+    return in_child(script, folder, "unshare", "-rm", "sh", "-c", mounted, "sh")
+
+
 def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
     script = """
         disk = disk_of(folder)
@@ -352,13 +363,7 @@ def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
         again.close()
         print(len(saved) > 20)
         """
-    mounted = f'mount -t tmpfs -o size=700k,mode=700 none {tmp_path} && exec "$@"'
-    if (
-        shutil.which("unshare") is None
-        or subprocess.run(["unshare", "-rm", "sh", "-c", mounted, "sh", "true"], capture_output=True).returncode
-    ):
-        pytest.skip("no small file system can be mounted here")
-    assert in_child(script, tmp_path, "unshare", "-rm", "sh", "-c", mounted, "sh") == "True\n"
+    assert on_small_disk(script, tmp_path, "700k") == "True\n"
 
 
 def test_what_is_saved_is_removed_from_a_disk_that_is_full(tmp_path: Path) -> None:
@@ -403,13 +408,7 @@ def test_what_is_saved_is_removed_from_a_disk_that_is_full(tmp_path: Path) -> No
             disk.close()
         print("done")
         """
-    mounted = f'mount -t tmpfs -o size=80m,mode=700 none {tmp_path} && exec "$@"'
-    if (
-        shutil.which("unshare") is None
-        or subprocess.run(["unshare", "-rm", "sh", "-c", mounted, "sh", "true"], capture_output=True).returncode
-    ):
-        pytest.skip("no small file system can be mounted here")
-    assert in_child(script, tmp_path, "unshare", "-rm", "sh", "-c", mounted, "sh") == "done\n"
+    assert on_small_disk(script, tmp_path, "80m") == "done\n"
 
 
 def test_a_disk_that_is_read_only_is_an_error_and_one_that_becomes_so_loses_nothing(tmp_path: Path) -> None:
@@ -426,13 +425,7 @@ def test_a_disk_that_is_read_only_is_an_error_and_one_that_becomes_so_loses_noth
         except Exception as error:
             print(type(error).__name__, "Read-only" in str(error))
         """
-    mounted = f'mount -t tmpfs -o size=1m,mode=700 none {tmp_path} && exec "$@"'
-    if (
-        shutil.which("unshare") is None
-        or subprocess.run(["unshare", "-rm", "sh", "-c", mounted, "sh", "true"], capture_output=True).returncode
-    ):
-        pytest.skip("no small file system can be mounted here")
-    assert in_child(script, tmp_path, "unshare", "-rm", "sh", "-c", mounted, "sh") == "ConfigError True\n"
+    assert on_small_disk(script, tmp_path, "1m") == "ConfigError True\n"
 
 
 # A disk that does not answer

@@ -556,6 +556,7 @@ def test_files_of_others_are_not_touched(tmp_path: Path) -> None:
     assert sorted(x.name for x in tmp_path.glob("*.*")) == [
         "1.safetensors",
         MANIFEST,
+        RESERVE,
         "model-00001-of-00002.safetensors",
         "model.safetensors",
         "notes.txt",

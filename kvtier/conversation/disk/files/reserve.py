@@ -10,10 +10,10 @@ import contextlib
 import os
 from pathlib import Path
 
-from kvtier.conversation.disk.files.folder import keep_owner
+from kvtier.conversation.disk.files.folder import MANIFEST, keep_owner
 
 #: Of the file.
-RESERVE = "reserve"
+RESERVE = f"{MANIFEST}-reserve"
 #: Its bytes: pages of the log in which some hundred rows are removed, whose files give more.
 SIZE = 2**20
 #: It is made where the disk has so many times its bytes.
@@ -25,30 +25,35 @@ class Reserve:
 
     Args:
         directory: of a store.
+        kept: whether it is made, where the disk has plenty of room. If not, it is only given up.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self._file, self._is_there = directory / RESERVE, False
+    def __init__(self, directory: Path, *, kept: bool = False) -> None:
+        self._file, self._kept = directory / RESERVE, kept
+        self._is_there = os.path.lexists(self._file)
+
+    def remove(self) -> None:
+        """Give it up. What cannot be done is tried again the next time."""
+        with contextlib.suppress(OSError):
+            os.unlink(self._file)
+            self._is_there = False
 
     def settle(self) -> None:
-        """Give it up where the disk has less room than it takes; make it where there is plenty. What cannot be done is
-        tried again the next time."""
+        """Give it up where the disk has less room than it takes; make it where there is plenty."""
         with contextlib.suppress(OSError):
             disk = os.statvfs(self._file.parent)
             left = disk.f_bavail * disk.f_frsize
-            if left < SIZE:
-                self._is_there = False
-                os.unlink(self._file)
-            elif left >= PLENTY * SIZE and not self._is_there:
-                with contextlib.suppress(FileExistsError):
-                    self._make()
-                self._is_there = True
+            if self._is_there and left < SIZE:
+                self.remove()
+            elif self._kept and not self._is_there and left >= PLENTY * SIZE:
+                self._make()
 
     def _make(self) -> None:
         handle = os.open(self._file, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
         try:
             keep_owner(handle, self._file.parent)
             os.write(handle, os.urandom(SIZE))  # zeros may take no room
+            self._is_there = True
         except BaseException:
             os.unlink(self._file)
             raise

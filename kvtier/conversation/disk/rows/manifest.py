@@ -99,6 +99,7 @@ class Manifest:
         fingerprint: of the model, see `hf.models.identity.fingerprint`. None: whatever model it is of. Who reads it
             by another code than all before may have another config.
         read_only: nothing is written; another process may have it open, and may write.
+        reserve: gives room to open it, and to remove rows, on a disk that is full; None: nothing does.
 
     Attributes:
         db: the connection, for those who own the rows of other tables: see `ConversationRows`.
@@ -107,13 +108,19 @@ class Manifest:
         ConfigError: it is of another model or version, is something else, or is damaged.
     """
 
-    def __init__(self, file: Path, fingerprint: Mapping[str, str] | None, *, read_only: bool = False) -> None:
+    def __init__(
+        self,
+        file: Path,
+        fingerprint: Mapping[str, str] | None,
+        *,
+        read_only: bool = False,
+        reserve: Reserve | None = None,
+    ) -> None:
         self.file = file
         self._read_only = read_only
         self._owner = os.getpid()
-        self._reserve = Reserve(file.parent)
-        if not read_only:
-            self._reserve.settle()
+        self._reserve = reserve
+        self._settle()
         try:
             # On a disk that nobody can write to, as of a backup, SQLite could not make the files of its log.
             frozen = "&immutable=1" if read_only and _is_frozen(file) else ""
@@ -376,9 +383,13 @@ class Manifest:
         Raises:
             sqlite3.Error: as of `transaction`.
         """
-        self._reserve.settle()
+        self._settle()
         with self.transaction():
             yield
+
+    def _settle(self) -> None:
+        if self._reserve is not None:
+            self._reserve.settle()
 
     def end_transaction(self) -> None:
         """Roll back a transaction whose own end failed, or was cut short.

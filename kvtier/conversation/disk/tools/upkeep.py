@@ -18,6 +18,7 @@ import torch
 
 from kvtier.conversation.disk.files.files import LARGEST, Damaged, read_tensors, write_tensors
 from kvtier.conversation.disk.files.folder import MANIFEST, Folder, sync_names
+from kvtier.conversation.disk.files.reserve import Reserve
 from kvtier.conversation.disk.ranked import renumbered
 from kvtier.conversation.disk.rows.conversations import ConversationRows
 from kvtier.conversation.disk.rows.manifest import LONGEST, Manifest, Row
@@ -64,7 +65,7 @@ class Upkeep:
         self._became: dict[int, tuple[bytes, Row]] = {}
         self._folder = Folder(directory)
         try:
-            self._manifest = Manifest(self._folder.path / MANIFEST, None)
+            self._manifest = Manifest(self._folder.path / MANIFEST, None, reserve=Reserve(self._folder.path))
         except BaseException:
             self._folder.close()
             raise
