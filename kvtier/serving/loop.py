@@ -21,7 +21,7 @@ from kvtier.forks import heed, inherited
 from kvtier.kernels import launch
 from kvtier.memory.tiered import TieredMemory
 from kvtier.serving.requests import Requests
-from kvtier.serving.step import StepRunner
+from kvtier.serving.steps.step import StepRunner
 
 _LOG = logging.getLogger("kvtier.serving")
 

@@ -19,7 +19,7 @@ from workloads import by_generate, model_of
 from kvtier import ConversationStore, Engine, TransferError
 from kvtier.forward.packed import PackedForward
 from kvtier.memory.access.change import ask
-from kvtier.serving.step import StepRunner
+from kvtier.serving.steps.step import StepRunner
 
 TIMES = int(os.environ.get("KVTIER_TEST_WORKLOADS", "1"))
 NEW = 4

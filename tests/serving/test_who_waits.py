@@ -17,7 +17,7 @@ from kvtier import ConfigError, Engine
 from kvtier.serving import engine as engine_module
 from kvtier.serving import loop
 from kvtier.serving.batch import Batch
-from kvtier.serving.step import StepRunner
+from kvtier.serving.steps.step import StepRunner
 
 LONG = 120.0
 PROMPT = (5, 6, 7)
