@@ -2,13 +2,13 @@
 
 request.py  `Request`: ids, state and events of one request; `RequestOutput`, what its user gets
 prefixes.py `Prefixes`: what earlier requests have computed, for later ones to begin with
+costs.py    `Costs`: what steps take, and so what preemption costs
 requests.py `Requests`: which request waits, runs or has ended
-loop.py     `Loop`: steps in a thread of its own, or in whoever asks for one
 batch.py    `Batch`: the prompts of one call, added as the queue has room
 engine.py   `Engine`, which puts them together
 replay.py   `replay`: a load on this machine's clock, and what became of it
 text.py     tokens to text as they come, and stop strings in it
-steps/      a step, from the scheduler's plan to the tokens, and what it takes
 runners/    what runs the model: all tokens in one forward, or each sequence alone; and which one serves it
+steps/      a step, and what takes one after the other
 http/       the engine behind OpenAI's HTTP interface
 """

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kvtier.errors import BudgetError, ConfigError, QueueFullError
-from kvtier.serving.loop import Loop
 from kvtier.serving.request import Prepared, Request, RequestOutput
 from kvtier.serving.requests import Requests
+from kvtier.serving.steps.loop import Loop
 
 
 class Batch:

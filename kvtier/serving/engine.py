@@ -25,13 +25,13 @@ from kvtier.scheduling.names import SchedulerName, scheduler_of
 from kvtier.scheduling.prices import RECOMPUTE, SWAP, Always
 from kvtier.scheduling.scheduler import Scheduler
 from kvtier.serving.batch import Batch
-from kvtier.serving.loop import Loop
+from kvtier.serving.costs import Costs
 from kvtier.serving.prefixes import prefixes_of
 from kvtier.serving.request import EngineLoad, Listener, Prepared, Request, RequestOptions, RequestOutput, prompt_of
 from kvtier.serving.requests import Requests
 from kvtier.serving.runners.choice import allow_sub_batches, choose_runner
 from kvtier.serving.runners.packed import PackedRunner
-from kvtier.serving.steps.costs import Costs
+from kvtier.serving.steps.loop import Loop
 from kvtier.serving.steps.step import StepRunner
 
 _LOG = logging.getLogger("kvtier.serving")

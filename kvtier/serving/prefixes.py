@@ -32,10 +32,10 @@ from kvtier.forward.sub_batch import PackedSequence
 from kvtier.hf.models import generation as of
 from kvtier.hf.models.identity import dependence
 from kvtier.scheduling.job import Job
+from kvtier.serving.costs import Costs
 from kvtier.serving.request import Request
 from kvtier.serving.runners.packed import PackedRunner
 from kvtier.serving.runners.ragged import RaggedRunner
-from kvtier.serving.steps.costs import Costs
 
 _LOG = logging.getLogger("kvtier.serving")
 

@@ -17,10 +17,10 @@ from kvtier.memory.access.lock import held_twice, new_lock
 from kvtier.scheduling.job import Job
 from kvtier.scheduling.prices import RECOMPUTE, SWAP
 from kvtier.scheduling.shares import Shares
+from kvtier.serving.costs import Costs
 from kvtier.serving.prefixes import Prefixes, try_to_keep
 from kvtier.serving.request import Request, RequestOptions, RequestOutput
 from kvtier.serving.runners.runner import Runner
-from kvtier.serving.steps.costs import Costs
 
 _LOG = logging.getLogger("kvtier.serving")
 

@@ -14,7 +14,7 @@ from kvtier.planning.rates import Rates
 from kvtier.scheduling.job import Job, Load
 from kvtier.scheduling.log import LoggedScheduler, replay
 from kvtier.scheduling.prices import RECOMPUTE, SWAP
-from kvtier.serving.steps.costs import Costs
+from kvtier.serving.costs import Costs
 from kvtier.stats import Counters
 from kvtier.testing import emulated_device, throttled, with_doubles
 

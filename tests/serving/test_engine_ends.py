@@ -21,8 +21,8 @@ from families import build_model
 from workloads import by_generate, model_of
 
 from kvtier import ConfigError, ConversationStore, Engine, TieredMemory
-from kvtier.serving import loop
 from kvtier.serving.request import RequestOutput
+from kvtier.serving.steps import loop
 
 TIMES = int(os.environ.get("KVTIER_TEST_WORKLOADS", "1"))
 ROOT = Path(__file__).resolve().parents[2]

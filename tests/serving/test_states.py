@@ -21,8 +21,8 @@ from workloads import stream_of_tokens as tokens_below_120
 import kvtier
 from kvtier import ConversationStore, Engine
 from kvtier.serving import prefixes
+from kvtier.serving.costs import Costs
 from kvtier.serving.runners import ragged
-from kvtier.serving.steps.costs import Costs
 
 NEW = 6
 #: Attention and states in layers of their own, states alone, both in one layer; and one that goes on token by token.

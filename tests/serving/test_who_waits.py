@@ -15,8 +15,8 @@ from workloads import by_generate, model_of
 
 from kvtier import ConfigError, Engine
 from kvtier.serving import engine as engine_module
-from kvtier.serving import loop
 from kvtier.serving.batch import Batch
+from kvtier.serving.steps import loop
 from kvtier.serving.steps.step import StepRunner
 
 LONG = 120.0

@@ -25,11 +25,11 @@ from kvtier.hf.models.identity import dependence
 from kvtier.hf.models.rotary import Stretched
 from kvtier.memory.tiered import TieredMemory
 from kvtier.serving.runners.packed import PackedRunner
+from kvtier.serving.runners.processes import Processes
 from kvtier.serving.runners.ragged import RaggedRunner
 from kvtier.serving.runners.runner import Runner, Work
 from kvtier.serving.runners.single import SingleRunner
 from kvtier.serving.runners.sub_batches import why_not as why_no_turns
-from kvtier.serving.steps.processes import Processes
 
 _LOG = logging.getLogger("kvtier.serving")
 

@@ -12,7 +12,7 @@ import torch
 from kvtier.conversation.states import States
 from kvtier.forward.sub_batch import PackedSequence
 from kvtier.planning.rates import Rates
-from kvtier.serving.steps.processes import Processes
+from kvtier.serving.runners.processes import Processes
 
 #: Blocks that may be had where nothing counts them.
 NO_LIMIT = 1 << 40

@@ -1,6 +1,5 @@
-"""What a step of an engine does, and what it takes.
+"""What an engine does: steps, and what takes one after the other.
 
-step.py      `StepRunner`: a step, from the scheduler's plan to the tokens
-costs.py     `Costs`: what steps take, and so what preemption costs
-processes.py `Processes`: those that a model is divided over, which compute the same steps
+step.py `StepRunner`: a step, from the scheduler's plan to the tokens
+loop.py `Loop`: steps in a thread of its own, or in whoever asks for one
 """

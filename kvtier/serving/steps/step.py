@@ -13,11 +13,11 @@ from kvtier.hf.engine.sampling import choose
 from kvtier.scheduling.job import Job, Load, Step, Ways
 from kvtier.scheduling.prices import RECOMPUTE
 from kvtier.scheduling.scheduler import Scheduler
+from kvtier.serving.costs import Costs
 from kvtier.serving.prefixes import Prefixes
 from kvtier.serving.request import Chosen, Request
 from kvtier.serving.requests import Requests
 from kvtier.serving.runners.runner import Runner, Tiers, Work
-from kvtier.serving.steps.costs import Costs
 from kvtier.stats import Counters
 
 _LOG = logging.getLogger("kvtier.serving")
