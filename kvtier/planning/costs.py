@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvtier.planning.fit import line_of
-from kvtier.planning.makespan.groups import Groups, parted, spilled_after
+from kvtier.planning.makespan.groups import Groups, parted
 from kvtier.planning.makespan.linear import OF_EACH, LinearPart
 from kvtier.planning.makespan.overlap import AT_A_TIME, BusyParts, LayerSeconds, is_uneven
 from kvtier.planning.rates import FASTEST, WINDOW, Median, Rates
@@ -191,40 +191,36 @@ class CostModel:
                 layer was to fetch the host attends to.
         """
         rates = self.rates
-        link = exposed = device = busy_bytes = 0.0
-        fetched = hosted = layers = 0
-        takes, links, lefts, leaving, reads = list[float](), list[float](), list[float](), list[float](), list[float]()
-        longest = sent = 0.0
-        known = self.linear
-        linear = (known or 0.0) * part / max(sum([count for _, count in groups]), 1)
-        waits = []
-        for (layer, count), spilled in zip(groups, spilled_after(groups, extra_bytes), strict=True):
-            nbytes, had = layer.block_bytes, layer.spilled
-            take, fetch, leave = spilled, min(spilled, 1.0), 0.0
+        up, device_rate, copy_overhead = rates.up, rates.device, rates.copy_overhead
+        link = exposed = device = busy_bytes = longest = sent = 0.0
+        fetched = hosted = 0
+        known, layers = self.linear, groups.total
+        linear = (known or 0.0) * part / max(layers, 1)
+        kinds = list[tuple[int, float, float, float, float, float]]()
+        for (layer, count), spilled in zip(groups, groups.spilled_after(extra_bytes), strict=True):
+            nbytes = layer.block_bytes
             if layer.host_attention:
                 take, fetch, leave = parted(spilled, share, room // nbytes)
-            on_link = fetch * rates.copy_overhead + take * nbytes / rates.up
-            takes.append(take)
-            links.append(on_link)
+            else:
+                take, fetch, leave = spilled, min(spilled, 1.0), 0.0
+            on_link = fetch * copy_overhead + take * nbytes / up
             if take:
                 sent += count * fetch
                 longest = max(longest, take * nbytes)
                 link += count * on_link
                 fetched += int(count * take * nbytes)
-            attended = (layer.resident + had - spilled + take + layer.sequences) * nbytes / rates.device
+            attended = (layer.resident + layer.spilled - spilled + take + layer.sequences) * nbytes / device_rate
             device += count * attended
-            layers += count
-            lefts.append((spilled - take) * nbytes)
-            leaving.append(leave)
-            reads.append(attended)
-        alone_of = [x / rates.host for x in lefts]
+            kinds.append((count, take, leave, on_link, attended, (spilled - take) * nbytes))
+        links, parts = [x[3] for x in kinds], None
         uneven = known is not None and link > 0 and is_uneven(links)
-        parts = None
         if uneven:
-            parts = self._busy_parts.of(share, groups, rates, linear * layers, LayerSeconds(links, alone_of, reads))
-        for i, (_, count) in enumerate(groups):
-            left, alone, on_link, attended, leave = lefts[i], alone_of[i], links[i], reads[i], leaving[i]
+            seconds_of = LayerSeconds(links, [x[5] / rates.host for x in kinds], [x[4] for x in kinds])
+            parts = self._busy_parts.of(share, groups, rates, linear * layers, seconds_of)
+        waits = []
+        for i, (count, _, leave, on_link, attended, left) in enumerate(kinds):
             if leave > 0:
+                alone = left / rates.host
                 hosted += int(count * left)
                 # A layer's turn on the link begins as the layer before it ends, with the linear part.
                 busy = min(max(on_link - linear, 0.0) / alone, 1.0) if parts is None else parts[i]
@@ -236,7 +232,7 @@ class CostModel:
         busy = busy_bytes / hosted if hosted else 0.0
         fetching, copies = link, round(sent)
         if AT_A_TIME * longest > room:
-            link, fetching, copies = self._short_of_room(groups, takes, room)
+            link, fetching, copies = self._short_of_room(groups, [x[1] for x in kinds], room)
         seconds = max(base + exposed, fetching)
         return Prediction(
             *(share, seconds, base, exposed, link, fetching, fetched, hosted, device, layers, copies, busy),

@@ -27,6 +27,7 @@ from kvtier.planning.policies.learner import (
     ShareLearner,
     _as_good,
     _least,
+    _near,
     _some,
 )
 from kvtier.planning.policy import Policy
@@ -433,9 +434,12 @@ def test_what_is_learned_is_predicted_where_the_choice_stays(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("choice", range(CHOICES))
-def test_a_look_at_some_choices_sees_a_quarter_of_what_the_best_one_gains(choice: int) -> None:
+@pytest.mark.parametrize("look", [_near, _some])
+def test_a_look_at_some_choices_sees_a_quarter_of_what_the_best_one_gains(
+    choice: int, look: Callable[[int], list[int]]
+) -> None:
     """It may be that nothing is gained behind the best one."""
-    seen = _some(choice)
+    seen = look(choice)
     assert {choice, 0, CHOICES - 1} <= set(seen)
     for best in range(CHOICES):
         between = [x for x in seen if min(choice, best) <= x <= max(choice, best)]

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from kvtier.planning.costs import CostModel
-from kvtier.planning.makespan.groups import Groups, alike, height_after, raised_to
+from kvtier.planning.makespan.groups import Groups, alike
+from kvtier.planning.makespan.levels import Rising, Sinking
 from kvtier.planning.policies.adaptive import Adaptive
 from kvtier.planning.policies.learner import CAUTION
 from kvtier.planning.policies.shares import DEPTH, FixedShare, room_for
@@ -28,7 +29,7 @@ def test_the_highest_are_lowered_to_one_height(seed: int) -> None:
     rng = random.Random(seed)
     kinds = [(rng.randint(1, 4), rng.choice((0, 3, rng.randint(0, 200)))) for _ in range(rng.randint(1, 6))]
     total = rng.choice((0, 1, rng.randint(0, 300), 10_000))
-    height = height_after([(float(h), n) for n, h in kinds], total)
+    height = Sinking([(float(h), n) for n, h in kinds]).after(total)
     taken = sum(n * max(h - height, 0.0) for n, h in kinds)
     assert taken == pytest.approx(min(total, sum(n * h for n, h in kinds)))
     # As whole blocks are taken from layers, but for a part of a block of each.
@@ -42,7 +43,7 @@ def test_the_lowest_are_raised_to_one_height(seed: int) -> None:
     rng = random.Random(seed)
     kinds = [(rng.randint(1, 4), rng.randint(0, 100), rng.choice((0, rng.randint(0, 100)))) for _ in range(6)]
     total = rng.choice((0, 1, rng.randint(0, 300), 10_000))
-    height = raised_to([(float(h), float(most), n) for n, h, most in kinds], total)
+    height = Rising([(float(h), float(most), n) for n, h, most in kinds]).after(total)
     added = [min(max(height - h, 0.0), most) for _, h, most in kinds]
     assert sum(n * x for (n, _, _), x in zip(kinds, added, strict=True)) == pytest.approx(
         min(total, sum(n * most for n, _, most in kinds))

@@ -7,8 +7,11 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 
+from kvtier.planning.makespan.levels import Rising, Sinking
 from kvtier.planning.step import LayerState
 
+#: Of a block, such a part is none.
+EXACT = 1e-6
 #: Layers that are alike, and how many.
 Group = tuple[LayerState, int]
 
@@ -28,6 +31,13 @@ class Groups(list[Group]):
         super().__init__(groups)
         self.order = order
         self.layers = layers
+        self._spilled: dict[float, list[float]] = {}
+        self._most: dict[float, list[tuple[LayerState, int]]] = {}
+
+    @functools.cached_property
+    def total(self) -> int:
+        """Layers, in all groups."""
+        return sum([count for _, count in self])
 
     @functools.cached_property
     def gaps(self) -> list[int]:
@@ -37,6 +47,60 @@ class Groups(list[Group]):
             return [1] * len(self.order)
         indices = [x.layer for x in self.layers]
         return [1, *(index - before for before, index in itertools.pairwise(indices))]
+
+    def spilled_after(self, more: float) -> list[float]:
+        """Blocks that a layer of each group has spilled once other room is kept free: between two whole numbers some
+        layers have the one and others the other. Kept, for shares that are compared need the same room.
+
+        Args:
+            more: bytes that are kept free besides: those layers spill that have most on the device. Where negative, so
+                much comes back, to those that have least there.
+        """
+        found = self._spilled.get(more)
+        if found is None:
+            found = self._spilled[more] = self._spill(more)
+        return found
+
+    def most_spilled(self, more: float) -> list[tuple[LayerState, int]]:
+        """Whole blocks that those layers have spilled which have most, once other room is kept free: for each size of
+        blocks, where the host attends and where it does not.
+
+        Args:
+            more: as of `spilled_after`.
+        """
+        found = self._most.get(more)
+        if found is None:
+            spilled = self.spilled_after(more)
+            found = [(x, math.ceil(max([spilled[i] for i in places]) - EXACT)) for x, places in self._sizes]
+            self._most[more] = found
+        return found
+
+    @functools.cached_property
+    def _sizes(self) -> list[tuple[LayerState, list[int]]]:
+        """Groups of equal blocks, to which the host attends or does not: one of their layers, and which they are."""
+        found = dict[tuple[int, bool], tuple[LayerState, list[int]]]()
+        for i, (x, _) in enumerate(self):
+            found.setdefault((x.block_bytes, x.host_attention), (x, []))[1].append(i)
+        return list(found.values())
+
+    @functools.cached_property
+    def _sinking(self) -> Sinking:
+        return Sinking([(x.resident * x.block_bytes, n) for x, n in self])
+
+    @functools.cached_property
+    def _rising(self) -> Rising:
+        return Rising([(x.resident * x.block_bytes, x.spilled * x.block_bytes, n) for x, n in self])
+
+    def _spill(self, more: float) -> list[float]:
+        if not more:
+            return [x.spilled for x, _ in self]
+        height = self._sinking.after(more) if more > 0 else self._rising.after(-more)
+        found = []
+        for layer, _ in self:
+            held, most = layer.resident, layer.resident + layer.spilled
+            stays = height / layer.block_bytes
+            found.append(most - (min(held, stays) if more > 0 else min(max(held, stays), most)))
+        return found
 
 
 def alike(layers: Sequence[LayerState]) -> Groups:
@@ -53,66 +117,6 @@ def alike(layers: Sequence[LayerState]) -> Groups:
         counts[number] += 1
         order.append(number)
     return Groups(zip(first, counts, strict=True), order, layers)
-
-
-def height_after(heights: Sequence[tuple[float, int]], total: float) -> float:
-    """The height to which the highest are lowered, so that `total` is taken from all together; 0.0 where they have no
-    more than that.
-
-    Args:
-        heights: at least 0, and how many there are of each.
-        total: at least 0.
-    """
-    number, taken, least = 0, 0.0, 0.0
-    for height, count in sorted(heights, reverse=True) if len(heights) > 1 else heights:
-        more = (least - height) * number  # to lower those before it to this one
-        if more > total - taken:
-            break
-        taken, number, least = taken + more, number + count, height
-    return max(least - (total - taken) / number, 0.0) if number else 0.0
-
-
-def raised_to(heights: Sequence[tuple[float, float, int]], total: float) -> float:
-    """The height to which the lowest are raised, so that `total` is added to all together; infinite where they take no
-    more than that.
-
-    Args:
-        heights: at least 0, how much may be added to each, and how many there are of it.
-        total: at least 0.
-    """
-    begins = [(height, count) for height, most, count in heights if most]
-    ends = [(height + most, -count) for height, most, count in heights if most]
-    number, reached = 0, 0.0
-    for height, more in sorted(begins + ends):
-        if number and number * (height - reached) >= total:
-            return reached + total / number
-        total -= number * (height - reached)
-        number, reached = number + more, height
-    return math.inf
-
-
-def spilled_after(groups: Sequence[Group], more: float) -> list[float]:
-    """Blocks that a layer of each group has spilled once other room is kept free: between two whole numbers some layers
-    have the one and others the other.
-
-    Args:
-        groups: as they are.
-        more: bytes that are kept free besides: those layers spill that have most on the device. Where negative, so much
-            comes back, to those that have least there.
-    """
-    if not more:
-        return [x.spilled for x, _ in groups]
-    height = (
-        height_after([(x.resident * x.block_bytes, count) for x, count in groups], more)
-        if more > 0
-        else raised_to([(x.resident * x.block_bytes, x.spilled * x.block_bytes, count) for x, count in groups], -more)
-    )
-    found = []
-    for layer, _ in groups:
-        held, most = layer.resident, layer.resident + layer.spilled
-        stays = height / layer.block_bytes
-        found.append(most - (min(held, stays) if more > 0 else min(max(held, stays), most)))
-    return found
 
 
 def parted(spilled: float, share: float, most: float) -> tuple[float, float, float]:

@@ -21,8 +21,9 @@ from kvtier.planning.step import LayerState, StepPlan, StepRecord, StepState
 CHOICES = 33
 #: Steps between two looks at the choice, and the part by which spilled blocks may change before an earlier one.
 PERIOD, DRIFT = 8, 0.05
-#: Each so many-th choice is seen by every look, and such looks, one after the other, until one at all choices.
-SPACING, BELIEVED = 4, 16
+#: Each so many-th choice is seen by a look that leaves the last one; of others, those that are so far away from it; and
+#: looks, one after the other, until one at all choices.
+SPACING, AWAY, BELIEVED = 4, (1, 4, 16), 16
 #: A choice is left for another that promises so much less, or a quarter of what predictions are off by, up to so much.
 HYSTERESIS, MOST_HYSTERESIS = 0.01, 0.05
 #: A choice that is not yet believed is left for another that promises so much less.
@@ -339,9 +340,10 @@ class ShareLearner:
         if self.near_looks > BELIEVED:
             self.near_looks, seen = 0, {x: expected(x) for x in range(CHOICES)}
         else:
-            seen = {x: expected(x) for x in _some(self.choice)}
-            if not free and seen[self.choice] <= min(seen.values()) * (1 + gain / SPACING):
+            seen = {} if free else {x: expected(x) for x in _near(self.choice)}
+            if seen and seen[self.choice] <= min(seen.values()) * (1 + gain / SPACING):
                 return self.choice
+            seen |= {x: expected(x) for x in _some(self.choice) if x not in seen}
         best = _least(expected, seen)
         if not free and seen[self.choice] <= seen[best] * (1 + gain):
             return self.choice
@@ -427,10 +429,16 @@ class ShareLearner:
                 seen.ratio.scale(old / new)
 
 
-def _some(choice: int) -> list[int]:
-    """The choice, those next to it, and each `SPACING`-th, none and all among them. Where the makespan falls ever more
+def _near(choice: int) -> list[int]:
+    """The choice, those next to it and ever further away, none and all among them. Where the makespan falls ever more
     slowly to its least, with no step but at none and all, one of these gains at least a quarter of what the best one
     does: it is at a quarter of the distance to that, or further."""
+    away = [choice + side * distance for distance in AWAY for side in (-1, 1)]
+    return sorted({choice, 0, CHOICES - 1, *[x for x in away if 0 < x < CHOICES - 1]})
+
+
+def _some(choice: int) -> list[int]:
+    """The choice, those next to it, and each `SPACING`-th, none and all among them."""
     return [x for x in range(CHOICES) if abs(x - choice) <= 1 or x % SPACING == 0]
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from kvtier.config import parse_share
-from kvtier.planning.makespan.groups import Group, spilled_after
+from kvtier.planning.makespan.groups import Groups
 from kvtier.planning.policy import WRITE_THROUGH, Policy, coming_back, fill
 from kvtier.planning.step import LayerPlan, LayerState, StepPlan, StepState
 
@@ -16,8 +15,6 @@ DEPTH = 2
 MOST_ROOM = 2
 #: How often it is looked what room is needed for what is spilled for room, as it is from step to step.
 LOOKS = 24
-#: Of a block, such a part is none.
-EXACT = 1e-6
 #: Blocks of each sequence that may spill between a plan and the use of what it fetches.
 MARGIN = 2
 #: What comes back is at most one in so many of a layer's spilled blocks a step, where the share itself fetches fewer: a
@@ -82,7 +79,7 @@ def all_fetch() -> FixedShare:
     return FixedShare(1.0)
 
 
-def room_for(groups: Sequence[Group], share: float, device_bytes: int, reserve: int = 0) -> int:
+def room_for(groups: Groups, share: float, device_bytes: int, reserve: int = 0) -> int:
     """Bytes that `FixedShare` keeps free for a share of what layers have spilled, once they have spilled for it too; or
     once that has come back for which less is kept free than now.
 
@@ -96,15 +93,13 @@ def room_for(groups: Sequence[Group], share: float, device_bytes: int, reserve: 
     room = min(DEPTH * _largest(groups, share), most)
     for _ in range(LOOKS if room else 0):
         # Blocks are whole, and the largest fetch is of a layer that has spilled one more than others.
-        left = [math.ceil(n - EXACT) for n in spilled_after(groups, room - reserve)]
-        fetch = [_to_fetch(x, share, n) * x.block_bytes for (x, _), n in zip(groups, left, strict=True)]
-        before, room = room, min(DEPTH * max(fetch), most)
+        before, room = room, min(DEPTH * _largest(groups, share, room - reserve), most)
         if room == before:
             break
     return room
 
 
-def room_of(groups: Sequence[Group], share: float, device_bytes: int) -> int:
+def room_of(groups: Groups, share: float, device_bytes: int) -> int:
     """Bytes that `FixedShare` keeps free for a share that layers have spilled for already."""
     return min(DEPTH * _largest(groups, share), device_bytes // MOST_ROOM)
 
@@ -122,9 +117,9 @@ def _ahead(fetch: Sequence[int]) -> list[int]:
     return found
 
 
-def _largest(groups: Sequence[Group], share: float) -> int:
-    """Bytes of the largest fetch of a layer."""
-    return max([_to_fetch(x, share, x.spilled) * x.block_bytes for x, _ in groups], default=0)
+def _largest(groups: Groups, share: float, more: int = 0) -> int:
+    """Bytes of the largest fetch of a layer, once so many more are kept free."""
+    return max([_to_fetch(x, share, n) * x.block_bytes for x, n in groups.most_spilled(more)], default=0)
 
 
 def _to_fetch(layer: LayerState, share: float, spilled: int) -> int:
