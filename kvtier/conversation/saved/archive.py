@@ -25,7 +25,7 @@ from kvtier.conversation.journal import JournalledCache
 from kvtier.conversation.saved.waiting import Saved, Waiting
 from kvtier.conversation.states import States, packed_states, unpacked_states
 from kvtier.cpu.cached import CachedFile
-from kvtier.ends import join, process_ends, retry_on_interrupt, runs
+from kvtier.ends import ends_elsewhere, join, process_ends, retry_on_interrupt, runs
 from kvtier.errors import BudgetError
 from kvtier.forward.forward import Forward
 from kvtier.hf.models.devices import Devices
@@ -72,7 +72,7 @@ class Archive:
     # Save
 
     def submit(self, saved: Saved) -> None:
-        """Save a sequence soon; where the process ends, with the next `flush` or `finish`."""
+        """Save a sequence soon; where the process ends, with the next `catch_up`, `flush` or `finish`."""
         _working.add(self)  # first: what is interrupted here leaves no thread that nobody knows
         if self.background and not process_ends() and not runs(self._thread):
             self._thread = threading.Thread(
@@ -92,6 +92,12 @@ class Archive:
         while self._saves_itself and self.work():
             pass
         self._waiting.join()
+
+    def catch_up(self) -> None:
+        """Save what was submitted where the process ends in this thread: nobody may come behind it who does. What
+        another thread submits then stays: Python may end that one within torch's code."""
+        while process_ends() and not ends_elsewhere() and self._saves_itself and self.work():
+            pass
 
     @property
     def _saves_itself(self) -> bool:

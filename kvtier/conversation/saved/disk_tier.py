@@ -255,7 +255,8 @@ class DiskTier:
             if name is None or not length or self.disk.closed:
                 return 0
             self._archive.submit(Saved(name, entry.ids[: length * WIDTH], entry.states.get(length), entry.key))
-            return length
+        self._archive.catch_up()
+        return length
 
     def _open(self, saved: Saved) -> JournalledCache | None:
         """A cache with what is kept still of a sequence that is to be saved: of one with states, all or nothing."""

@@ -270,7 +270,7 @@ for n in range(4):
             assert store.reuse[0].loaded == 799
 
 
-@pytest.mark.parametrize("last", ["flush", "close"])
+@pytest.mark.parametrize("last", ["store.flush()", "store.close()", ""], ids=["flush", "close", "neither"])
 def test_a_turn_at_the_end_of_a_process_is_saved(last: str, tmp_path: Path) -> None:
     """Behind what kvtier does at that end: what is registered first runs last."""
     script = f"""
@@ -282,7 +282,7 @@ def late():
     chat = store.open("a")
     assert chat.wake().wait(60)
     chat.generate(**ones(some_ids(400, seed=1)), **GREEDY)
-    store.{last}()
+    {last}
 
 from families import tiny_model
 from test_store import GREEDY, ones, some_ids, store_of
