@@ -91,13 +91,11 @@ class Disk:
         try:
             self.path = self._folder.path
             self._reader = ChainReader(self._folder)
-            reserve = Reserve(self.path, kept=budget is None)  # it would be outside a budget
-            if budget is not None:
-                reserve.remove()
+            reserve = Reserve(self.path, budget, kept=True)
             self._manifest = Manifest(self.path / MANIFEST, fingerprint, reserve=reserve)
             self._conversations = ConversationRows(self._manifest)
             parts = self._folder, self._manifest, self._conversations, self._chunks, self._order
-            self.room = Room(budget, *parts, self._lock)
+            self.room = Room(budget, reserve.nbytes, *parts, self._lock)
             self._writer = Writer(*parts, self.room, self._lock)
             self._recovery = Recovery(self._folder, self._manifest, self._chunks, self._order, self.room, prefix)
             try:

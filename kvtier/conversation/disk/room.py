@@ -28,6 +28,7 @@ class Room:
 
     Args:
         budget: see `Disk`.
+        reserved: bytes of the budget that a `Reserve` has.
         folder, manifest, conversations, chunks, order, lock: of the folder.
 
     Attributes:
@@ -37,6 +38,7 @@ class Room:
     def __init__(
         self,
         budget: int | None,
+        reserved: int,
         folder: Folder,
         manifest: Manifest,
         conversations: ConversationRows,
@@ -46,6 +48,7 @@ class Room:
     ) -> None:
         self.budget = budget
         self.rest = 0
+        self._reserved = reserved
         self._folder = folder
         self._manifest = manifest
         self._conversations = conversations
@@ -69,6 +72,11 @@ class Room:
         waits for no commit; a file that goes at that moment may be counted twice."""
         return self._chunks.nbytes + sum(list(self._stray.values()))
 
+    @property
+    def _apart(self) -> int:
+        """Bytes of the budget that are not for keys and values."""
+        return self.rest + self._reserved
+
     def keeps(self, file: Path) -> bool:
         """Whether a file does not wait to be removed."""
         return file not in self._stray
@@ -81,13 +89,13 @@ class Room:
     def fits(self, nbytes: int) -> bool:
         """Whether so many bytes more are within the budget."""
         with self._lock:
-            return self.budget is None or self.nbytes + self.rest + nbytes <= self.budget
+            return self.budget is None or self.nbytes + self._apart + nbytes <= self.budget
 
     def leaves(self, nbytes: int, parent: Chunk | None) -> str:
         """Why so many bytes behind a chunk are not within the budget, all else aside; "": they are."""
         with self._lock:
             kept = 0 if parent is None else sum(x.kept for x in parent.chain())
-            if self.budget is None or nbytes + kept + sum(self._stray.values()) + self.rest <= self.budget:
+            if self.budget is None or nbytes + kept + sum(self._stray.values()) + self._apart <= self.budget:
                 return ""
             why = f"{nbytes} bytes are more than the disk budget of {self.budget} leaves"
             return f"{why}, of which {self.rest} are taken by what conversations are" if self.rest else why
@@ -108,7 +116,7 @@ class Room:
                     return why
                 if keep is not None:
                     self._chunks.use(keep)  # so that it goes last
-                most = self.budget - self.rest - nbytes
+                most = self.budget - self._apart - nbytes
                 gone, left = self._order.first(self.nbytes, most, keep, clock)
                 if left > most:
                     why = f"{nbytes} bytes are more than the disk budget of {self.budget} leaves"
@@ -132,7 +140,7 @@ class Room:
             self.count()
             if self.budget is None or self.fits(self._promised):
                 return ""
-            most = self.budget - self.rest
+            most = self.budget - self._apart
             gone, left = self._order.first(self.nbytes + self._promised, most, None, clock)
             why = self.let_go(gone)
             left -= self._promised

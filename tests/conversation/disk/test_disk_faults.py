@@ -366,7 +366,8 @@ def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
     assert on_small_disk(script, tmp_path, "700k") == "True\n"
 
 
-def test_what_is_saved_is_removed_from_a_disk_that_is_full(tmp_path: Path) -> None:
+@pytest.mark.parametrize("budget", ["None", "64 * 2**20"])
+def test_what_is_saved_is_removed_from_a_disk_that_is_full(budget: str, tmp_path: Path) -> None:
     script = """
         from kvtier.conversation.disk.files.reserve import RESERVE
         from kvtier.conversation.disk.tools.upkeep import Upkeep
@@ -382,7 +383,7 @@ def test_what_is_saved_is_removed_from_a_disk_that_is_full(tmp_path: Path) -> No
             return at.f_bavail * at.f_frsize
 
         for is_open in (True, False):
-            disk = disk_of(folder)
+            disk = disk_of(folder, BUDGET)
             for n in range(40):
                 assert save(disk, [n] * 100), disk.problem
                 assert disk.save_conversation(str(n), {"ids": [n] * 100})
@@ -402,13 +403,13 @@ def test_what_is_saved_is_removed_from_a_disk_that_is_full(tmp_path: Path) -> No
                 assert removed and nbytes, removed
             assert free() > 0
             os.unlink(folder / "filled")
-            if not is_open: disk = disk_of(folder)
+            if not is_open: disk = disk_of(folder, BUDGET)
             disk.drop_conversation("39")
             assert (folder / RESERVE).exists(), "it is made again where there is room"
             disk.close()
         print("done")
         """
-    assert on_small_disk(script, tmp_path, "80m") == "done\n"
+    assert on_small_disk(script.replace("BUDGET", budget), tmp_path, "80m") == "done\n"
 
 
 def test_a_disk_that_is_read_only_is_an_error_and_one_that_becomes_so_loses_nothing(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from test_store import GREEDY, fresh, ones, some_ids, store_of
 
 from kvtier.conversation.disk import writing
 from kvtier.conversation.disk.disk import Disk
+from kvtier.conversation.disk.files import reserve
 from kvtier.conversation.index import packed
 from kvtier.eviction.rank import Rank
 
@@ -54,6 +55,25 @@ def all_return(calls: list[Callable[[], Any]]) -> None:
             pool.submit(call).result(100)
     finally:
         pool.shutdown(wait=False)
+
+
+@pytest.mark.parametrize("more", [-1, 0])
+def test_the_reserve_is_within_the_budget_that_it_is_a_part_of(
+    more: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budget = 100_000
+    monkeypatch.setattr(reserve, "SIZE", 25_000)
+    monkeypatch.setattr(reserve, "PLENTY", 4)
+    disk_of(tmp_path).close()
+    assert (tmp_path / reserve.RESERVE).exists()
+    disk = disk_of(tmp_path, budget + more)
+    assert (tmp_path / reserve.RESERVE).exists() == (more == 0)
+    for n in range(200):
+        assert save(disk, [n] * 20)
+    assert disk.chunks < 200
+    reserved = sum(x.stat().st_size for x in tmp_path.glob(reserve.RESERVE))
+    assert budget - 3000 < reserved + disk.room.nbytes + disk.room.rest <= budget
+    disk.close()
 
 
 @pytest.mark.parametrize("what", ["unlink", "write_tensors"])

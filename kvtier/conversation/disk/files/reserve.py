@@ -16,7 +16,7 @@ from kvtier.conversation.disk.files.folder import MANIFEST, keep_owner
 RESERVE = f"{MANIFEST}-reserve"
 #: Its bytes: pages of the log in which some hundred rows are removed, whose files give more.
 SIZE = 2**20
-#: It is made where the disk has so many times its bytes.
+#: It is made where the disk has so many times its bytes, and is a part of a budget that has.
 PLENTY = 64
 
 
@@ -25,12 +25,20 @@ class Reserve:
 
     Args:
         directory: of a store.
+        budget: see `Disk`. Where it is less than plenty, the file is removed.
         kept: whether it is made, where the disk has plenty of room. If not, it is only given up.
+
+    Attributes:
+        nbytes: of the budget that are left to it, whether it is there or not.
     """
 
-    def __init__(self, directory: Path, *, kept: bool = False) -> None:
-        self._file, self._kept = directory / RESERVE, kept
+    def __init__(self, directory: Path, budget: int | None = None, *, kept: bool = False) -> None:
+        fits = budget is None or budget >= PLENTY * SIZE
+        self.nbytes = SIZE if budget is not None and fits else 0
+        self._file, self._kept = directory / RESERVE, kept and fits
         self._is_there = os.path.lexists(self._file)
+        if not fits:
+            self.remove()
 
     def remove(self) -> None:
         """Give it up. What cannot be done is tried again the next time."""
