@@ -23,6 +23,7 @@ from kvtier.errors import ClosedError, ConcurrentUseError, ConfigError
 from kvtier.eviction.rank import DEFAULT, Rank
 from kvtier.frames import is_running
 from kvtier.hf.models import generation as of
+from kvtier.hf.models.checkpoint.templates import makes_prompts
 
 #: A message of a chat, as templates take it.
 Message = dict[str, Any]
@@ -188,7 +189,8 @@ class Conversation:
         self.store.conversations.went_on(self)
 
     def send(self, message: str | Message, *, tokenizer: Any, system: str | None = None, **kwargs: Any) -> str:
-        """Say something and get the answer, by the tokenizer's chat template; without one, contents are joined.
+        """Say something and get the answer. The prompt is made by the tokenizer: by its chat template or by code of its
+        own; without either, contents are joined.
 
         Args:
             message: of the user, or a message with a role of its own (of a tool). Text only.
@@ -424,7 +426,7 @@ class Conversation:
     @staticmethod
     def _prompt(tokenizer: Any, messages: Sequence[Message], *, answer: bool = True) -> list[int]:
         """The ids of messages; `answer`: and of what begins an answer."""
-        if getattr(tokenizer, "chat_template", None):
+        if makes_prompts(tokenizer):
             found = tokenizer.apply_chat_template(list(messages), add_generation_prompt=answer, tokenize=True)
             ids = found["input_ids"] if isinstance(found, Mapping) else found
             return [int(x) for x in ids]

@@ -17,6 +17,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
+    PreTrainedTokenizerBase,
     ProcessorMixin,
     StoppingCriteria,
     StoppingCriteriaList,
@@ -112,6 +113,23 @@ def test_a_message_that_only_calls_tools_says_nothing_without_a_template(content
         chat.send({"role": "tool", "content": answer}, tokenizer=Plain(), **GREEDY)
         assert chat.ids[:4] == [3, 3, 5, 4]
         assert len(chat.messages) == 4
+
+
+def test_a_tokenizer_that_has_no_template_and_writes_chats_by_code_of_its_own_does() -> None:
+    """As that of mistral-common: joined contents would be no chat, and nobody would hear of it."""
+
+    class Own(PreTrainedTokenizerBase):
+        def apply_chat_template(self, conversation: Any, **options: Any) -> Any:
+            return {"input_ids": Tokenizer().apply_chat_template(conversation, **options)}
+
+        def decode(self, token_ids: Any, skip_special_tokens: bool = False, **_: Any) -> str:
+            return Tokenizer().decode(token_ids)
+
+    with store_of(tiny_model("llama")) as store:
+        chat, own = store.open("alice"), Own()
+        assert not own.chat_template
+        chat.send("Who are you?", tokenizer=own, **GREEDY)
+        assert chat.ids[:-6] == Tokenizer().apply_chat_template(chat.messages[:1])
 
 
 class OfImages(ProcessorMixin):

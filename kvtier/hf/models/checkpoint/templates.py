@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jinja2 import TemplateError, meta
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
 
@@ -17,6 +18,15 @@ def is_processor(tokenizer: Any) -> bool:
     nobody has, there is none."""
     module = sys.modules.get("transformers.processing_utils")
     return module is not None and isinstance(tokenizer, module.ProcessorMixin)
+
+
+def makes_prompts(tokenizer: Any) -> bool:
+    """Whether it makes a prompt of messages: by a chat template, or by code of its own, as that of mistral-common does,
+    which has no template."""
+    if getattr(tokenizer, "chat_template", None):
+        return True
+    theirs = PreTrainedTokenizerBase
+    return isinstance(tokenizer, theirs) and type(tokenizer).apply_chat_template is not theirs.apply_chat_template
 
 
 def template_of(tokenizer: Any, tools: Sequence[Any] | None) -> str:
