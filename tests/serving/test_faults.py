@@ -183,6 +183,42 @@ def test_a_processor_that_fails_ends_its_own_request(processor: Any) -> None:
         check(engine, "llama", prompts, names)
 
 
+BARRED: dict[str, dict[str, Any]] = {
+    "settings": {"suppress_tokens": list(range(128))},
+    "a temperature": {"temperature": 1e-40},
+    "a processor": {"logits_processor": [lambda ids, scores: scores * float("nan")]},
+}
+
+
+@pytest.mark.parametrize("how", [*BARRED, "the model"])
+def test_a_request_that_no_token_is_left_for_fails_alone_and_by_its_own_fault(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = some(random.Random(1), 4)
+    with engine_of("llama", random.Random(0)) as engine:
+        if how == "the model":
+            step = engine._runner.step
+
+            def spoils(work: Any) -> Any:
+                return [
+                    row if row is None or each.ids[:3] != [5, 6, 7] else row * float("nan")
+                    for each, row in zip(work, step(work), strict=True)
+                ]
+
+            monkeypatch.setattr(engine._runner, "step", spoils)
+        names = [engine.add_request(list(p), max_new_tokens=NEW, do_sample=False) for p in prompts]
+        asked: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": True, "top_k": 0}
+        whole = engine.add_request([9, 8, 7], **asked, seed=3)
+        bad = engine.add_request([5, 6, 7], **asked, **BARRED.get(how, {}))
+        error = engine.wait(bad).error
+        assert isinstance(error, ValueError)
+        assert isinstance(error, ConfigError) == (how != "the model")
+        assert engine.wait(whole).finish_reason == "length"
+        for each in names:
+            engine.wait(each)
+        check(engine, "llama", prompts, names)
+
+
 @pytest.mark.parametrize("place", ["begin", "keep", "computed"])
 def test_what_fails_as_a_request_comes_or_goes_takes_no_other_with_it(
     place: str, monkeypatch: pytest.MonkeyPatch

@@ -38,6 +38,10 @@ _LEAST_SEED, _LARGEST_SEED = -(1 << 63), (1 << 64) - 1
 _LOSSY = ("quantized",)
 
 
+class NoTokenError(ConfigError):
+    """What a request asks leaves no token to draw. It shows at a token, and is no fault of whoever computes that."""
+
+
 def _checked(seed: Any) -> int | None:
     """A seed, if torch takes it. Raises `ConfigError`."""
     with contextlib.suppress(TypeError):
@@ -369,19 +373,29 @@ def _choose_alike(
         return _draw(part, drawn.to(part.device))
     except Exception as error:
         if len(of) == 1:
-            return [error]
+            return [_of_model(scores[0]) or error if isinstance(error, NoTokenError) else error]
         return [_choose_alike(scores[i : i + 1], of[i : i + 1], ids[i : i + 1])[0] for i in range(len(of))]
+
+
+def _of_model(scores: torch.Tensor) -> ValueError | None:
+    """What to say where nothing can be drawn by the model's own scores `[vocabulary]` either; None: it can."""
+    if bool(scores.double().logsumexp(-1).isfinite()):
+        return None
+    return ValueError("The model's scores of the next token are no finite numbers: there is no probability to draw by.")
 
 
 def _draw(scores: torch.Tensor, drawn: torch.Tensor) -> list[int]:
     """One token of each row `[rows, vocabulary]`, where a number in [0, 1) falls in its cumulated probabilities.
 
     Raises:
-        ValueError: they are no numbers, as after a division by a temperature that is next to 0.
+        NoTokenError: there are none: all tokens are barred, or scores are no numbers.
     """
     total = scores.double().softmax(-1).cumsum(-1)
     if not bool(total[:, -1].isfinite().all()):
-        raise ValueError("The scores of the next token are no finite numbers: there is no probability to draw by.")
+        raise NoTokenError(
+            "The request's settings leave no token to draw: they bar all of them, or make scores that are no finite "
+            "numbers, as a temperature next to 0 does."
+        )
     # Behind the last likely token there are others that are none, and rounding must not choose them.
     at = torch.searchsorted(total, drawn * total[:, -1:], right=True)
     likely = torch.isfinite(scores) & (scores > torch.finfo(scores.dtype).min)

@@ -8,6 +8,7 @@ import urllib.request
 from typing import Any
 from urllib.error import HTTPError
 
+import openai
 import pytest
 from servers import NAME, Running, Start
 from transformers import GenerationConfig
@@ -319,6 +320,18 @@ def test_refusals_have_the_status_and_body_of_the_interface(running: Running) ->
     )  # fmt: skip
     assert (status, body["error"]["param"]) == (400, "tools"), "the model's template reads none"
     assert running.engine.load.running == 0
+
+
+def test_settings_that_bar_every_token_are_refused(running: Running, caplog: pytest.LogCaptureFixture) -> None:
+    barred = {"generation_config": {"begin_suppress_tokens": list(range(2048))}}
+    status, body, _ = post(running, "/completions", json.dumps({"prompt": "x", "temperature": 1, **barred}).encode())
+    assert (status, body["error"]["code"]) == (400, "invalid_value")
+    assert "no token to draw" in body["error"]["message"]
+    asked = running.client().completions.create
+    parts = asked(model=NAME, prompt="x", temperature=1, stream=True, extra_body=barred)
+    with pytest.raises(openai.APIError, match="no token to draw"):
+        list(parts)
+    assert not caplog.records, "what a client may not ask is no failure"
 
 
 @pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "text/plain; charset=utf-8", ""])

@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 from kvtier.errors import BudgetError, ClosedError, ConfigError, QueueFullError, UnsupportedError
+from kvtier.hf.engine.sampling import NoTokenError
 
 _LOG = logging.getLogger("kvtier.serving")
 
@@ -105,6 +106,8 @@ def refusal_of(error: BaseException, retry_after: int = 1) -> Refusal:
         return Refusal(429, str(error), code="queue_full", retry_after=retry_after)
     if isinstance(error, BudgetError):
         return Refusal(400, str(error), code="budget_exceeded")
+    if isinstance(error, NoTokenError):
+        return Refusal(400, str(error), code="invalid_value")
     if isinstance(error, ClosedError):
         return shutting_down(retry_after)
     return fault(error, "generation_failed")
