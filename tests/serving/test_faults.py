@@ -185,6 +185,7 @@ def test_a_processor_that_fails_ends_its_own_request(processor: Any) -> None:
 
 BARRED: dict[str, dict[str, Any]] = {
     "settings": {"suppress_tokens": list(range(128))},
+    "settings, of which the last draws": {"suppress_tokens": list(range(128)), "top_h": 0.5},
     "a temperature": {"temperature": 1e-40},
     "a processor": {"logits_processor": [lambda ids, scores: scores * float("nan")]},
 }

@@ -293,13 +293,23 @@ class Sampling:
 
         Args:
             ids: the whole sequence; not read where `group` is not None.
+
+        Raises:
+            NoTokenError: there is none to draw, so that a processor fails. Whatever a processor raises else.
         """
         if not self._processors:
             return scores
         none = torch.empty((len(scores), 0), dtype=torch.long, device=scores.device)
         history = none if self.group is not None else self._history.of(ids)
-        processed: torch.Tensor = self._processors(history.to(scores.device), scores)
-        return processed
+        history = history.to(scores.device)
+        for each in self._processors:
+            try:
+                scores = each(history, scores)
+            except Exception as error:  # Transformers' for `top_h` draws by the scores that it is given
+                if self.samples and not _can_be_drawn(scores):
+                    raise _no_token() from error
+                raise
+        return scores
 
     def ends(self, ids: Sequence[int]) -> str:
         """Why the sequence ends with these tokens: "stop", "length"; "" if it goes on."""
@@ -377,9 +387,21 @@ def _choose_alike(
         return [_choose_alike(scores[i : i + 1], of[i : i + 1], ids[i : i + 1])[0] for i in range(len(of))]
 
 
+def _no_token() -> NoTokenError:
+    return NoTokenError(
+        "The request's settings leave no token to draw: they bar all of them, or make scores that are no finite "
+        "numbers, as a temperature next to 0 does."
+    )
+
+
+def _can_be_drawn(scores: torch.Tensor) -> bool:
+    """Whether each row has a token that is not barred, and no score that is too large or no number."""
+    return bool(scores.double().logsumexp(-1).isfinite().all())
+
+
 def _of_model(scores: torch.Tensor) -> ValueError | None:
     """What to say where nothing can be drawn by the model's own scores `[vocabulary]` either; None: it can."""
-    if bool(scores.double().logsumexp(-1).isfinite()):
+    if _can_be_drawn(scores):
         return None
     return ValueError("The model's scores of the next token are no finite numbers: there is no probability to draw by.")
 
@@ -392,10 +414,7 @@ def _draw(scores: torch.Tensor, drawn: torch.Tensor) -> list[int]:
     """
     total = scores.double().softmax(-1).cumsum(-1)
     if not bool(total[:, -1].isfinite().all()):
-        raise NoTokenError(
-            "The request's settings leave no token to draw: they bar all of them, or make scores that are no finite "
-            "numbers, as a temperature next to 0 does."
-        )
+        raise _no_token()
     # Behind the last likely token there are others that are none, and rounding must not choose them.
     at = torch.searchsorted(total, drawn * total[:, -1:], right=True)
     likely = torch.isfinite(scores) & (scores > torch.finfo(scores.dtype).min)
