@@ -24,6 +24,7 @@ import torch
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
+from starlette.responses import JSONResponse
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvtier
@@ -36,6 +37,37 @@ TURNS = {
     "bob": ["class Stack:\n", "\n    def push(self, item):\n"],
     "cy": ["import os\n", "\n\ndef main():\n"],
 }
+
+#: Of the body of a request over HTTP: the arguments of `answer`, and what they are.
+FIELDS = {"ids": list, "conversation": str, "max_new_tokens": int}
+#: What is wrong with a request, and how the server of `kvtier serve` says it: a status of HTTP, a word for programs.
+REFUSED: dict[type[Exception], tuple[int, str]] = {
+    kvtier.ConfigError: (400, "invalid_value"),
+    kvtier.BudgetError: (400, "budget_exceeded"),
+    kvtier.QueueFullError: (429, "queue_full"),
+}
+
+
+def arguments_in(body: bytes) -> dict[str, Any]:
+    """The arguments of `answer` in a body. Raises `ConfigError`, as the engine does of their values."""
+    try:
+        given = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise kvtier.ConfigError(f"The body is no JSON object: {error}.") from error
+    if not isinstance(given, dict) or given.keys() != FIELDS.keys():
+        raise kvtier.ConfigError(f"The body is a JSON object with {', '.join(FIELDS)}.")
+    for name, kind in FIELDS.items():
+        if type(given[name]) is not kind:
+            raise kvtier.ConfigError(f"{name}={given[name]!r:.80}: give one of type {kind.__name__}.")
+    return given
+
+
+def refusal_of(error: Exception) -> JSONResponse:
+    """How a client is told what is wrong with its request."""
+    status, code = next(said for kind, said in REFUSED.items() if isinstance(error, kind))
+    what = "rate_limit_error" if status == 429 else "invalid_request_error"
+    body = {"error": {"message": str(error), "type": what, "param": None, "code": code}}
+    return JSONResponse(body, status, {"Retry-After": "1"} if status == 429 else None)
 
 
 @serve.deployment(
@@ -87,9 +119,12 @@ class Chat:
             raise output.error
         return {"tokens": output.generated_tokens, "cached": output.cached_tokens, "replica": self.replica}
 
-    async def __call__(self, request: Any) -> dict[str, Any]:
+    async def __call__(self, request: Any) -> Any:
         """Over HTTP: a JSON object with the arguments of `answer`."""
-        return await self.answer(**await request.json())
+        try:
+            return await self.answer(**arguments_in(await request.body()))
+        except tuple(REFUSED) as error:
+            return refusal_of(error)
 
     def __del__(self) -> None:
         self.engine.close()

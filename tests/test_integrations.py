@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import json
 import runpy
 import subprocess
 import sys
@@ -56,6 +57,7 @@ def test_replicas_of_ray_serve_keep_their_conversations(runner: ModuleType) -> N
 @pytest.fixture
 def chat(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     """A replica's object of `ray_serve.py`, without Ray."""
+    pytest.importorskip("starlette", reason="Ray Serve brings it, and so does the extra `serve`")
     serve = SimpleNamespace(
         deployment=lambda **_: lambda kind: kind, get_replica_context=lambda: SimpleNamespace(rank=0)
     )
@@ -103,6 +105,45 @@ def test_an_answer_of_a_replica_comes_when_it_is_there_however_many_others_are_w
         assert {len(each["tokens"]) for each in await asyncio.gather(*long)} == {60}
 
     asyncio.run(ask())
+
+
+RIGHT: dict[str, Any] = {"ids": [5, 6], "conversation": "ada", "max_new_tokens": 2}
+
+
+MALFORMED: list[Any] = [
+    *(b"", b"{", b"[]", b"5", b"\xff\xfe", b"[" * 100_000, b"{}"),
+    *({name: x for name, x in RIGHT.items() if name != left} for left in RIGHT),
+    RIGHT | {"other": 1},
+    *(RIGHT | {"ids": x} for x in ("abc", None, {}, [], ["a"], [1.5], [-1], [10**6])),
+    *(RIGHT | {"conversation": x} for x in (5, None, "")),
+    *(RIGHT | {"max_new_tokens": x} for x in ("x", None, 1.5, True, 0, 10**12)),
+]
+
+
+def test_a_malformed_request_to_a_replica_is_a_400_that_says_why(chat: Any) -> None:
+    for body in MALFORMED:
+        refused = ask_over_http(chat, body if isinstance(body, bytes) else json.dumps(body).encode())
+        assert refused.status_code == 400, body
+        error = json.loads(refused.body)["error"]
+        assert error["message"], body
+        assert error["type"] == "invalid_request_error"
+
+
+def test_a_replica_takes_what_is_right_and_says_when_its_queue_is_full(chat: Any) -> None:
+    data = json.dumps(RIGHT).encode()
+    assert len(ask_over_http(chat, data)["tokens"]) == 2
+    chat.engine.stop()
+    chat.engine._requests.max_waiting = 1
+    chat.engine.add_request([5, 6], max_new_tokens=2)
+    refused = ask_over_http(chat, data)
+    assert (refused.status_code, refused.headers["Retry-After"]) == (429, "1")
+
+
+def ask_over_http(chat: Any, data: bytes) -> Any:
+    async def body() -> bytes:
+        return data
+
+    return asyncio.run(chat(SimpleNamespace(body=body)))
 
 
 def test_what_cannot_be_installed_is_skipped_with_the_reason(
