@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from typing import Any
 
 import pytest
@@ -9,6 +11,8 @@ import torch
 from servers import NAME, Running, by_generate
 
 from kvtier import Engine
+from kvtier.serving.http.answers import Answer
+from kvtier.serving.request import RequestOutput
 from kvtier.serving.text import StopsInAnswer
 
 PROMPT = "def first(items):\n    return"
@@ -119,6 +123,49 @@ def test_a_string_counts_that_ends_behind_the_least_tokens_where_these_end_in_a_
         ends = StopsInAnswer(tokenizer, [stop], 0, least=least)
         found = [ends(torch.tensor([answer[: i + 1]]), None) for i in range(len(answer))]
         assert found.index(True) == complete, least
+
+
+class Bytes:
+    """A tokenizer whose tokens are some bytes."""
+
+    all_special_ids = ()
+
+    def __init__(self, tokens: list[bytes]) -> None:
+        self._tokens = tokens
+
+    def decode(self, ids: Any, **options: Any) -> str:
+        return b"".join(self._tokens[i] for i in ids).decode(errors="replace")
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_an_answer_ends_before_the_first_of_stop_strings_that_overlap(seed: int) -> None:
+    """Streamed or not, the text of all tokens up to one that completes a string, cut where the first one begins."""
+    rng = random.Random(seed)
+    letters = ["a", "b", "\u00e9", "\U0001f642"][: rng.randrange(2, 5)]
+    data = "".join(rng.choice(letters) for _ in range(30)).encode()
+    cuts = sorted({0, len(data), *(rng.randrange(len(data)) for _ in range(15))})  # also in a character
+    tokenizer = Bytes([data[a:b] for a, b in itertools.pairwise(cuts)])
+    stop = ["".join(rng.choice(letters) for _ in range(rng.randrange(2, 6)))]
+    for _ in range(rng.randrange(3)):
+        one = rng.choice(stop)
+        stop.append(rng.choice([one[1:], one[:-1], one + one, one + rng.choice(letters), one[1:] + one[0]]) or "b")
+    texts = [data[:cut].decode(errors="replace").rstrip("\ufffd") for cut in cuts[1:]]
+    ids = list(range(len(texts)))
+    complete = next((i for i, text in enumerate(texts) if any(each in text for each in stop)), None)
+    text = texts[-1 if complete is None else complete]
+    whole = text[: min((text.index(each) for each in stop if each in text), default=None)]
+    ends = StopsInAnswer(tokenizer, stop, 1)
+    assert next((i for i in ids if ends(torch.tensor([[0, *ids[: i + 1]]]), None)), None) == complete
+    for often in (0.0, 0.4, 1.0):
+        answer, output, said = Answer(tokenizer, stop), RequestOutput("a", [0]), ""
+        for i in ids[: None if complete is None else complete + 1]:
+            output.generated_tokens.append(i)
+            said += "".join(part.text for part in answer.feed(output)) if rng.random() < often else ""
+            assert whole.startswith(said), "what is sent is not taken back"
+        if not answer.reason:
+            output.finish_reason = "length" if complete is None else "stop"
+            said += "".join(part.text for part in answer.feed(output))
+        assert (said, answer.reason) == (whole, "length" if complete is None else "stop")
 
 
 class Stripping:
