@@ -32,6 +32,7 @@ are for those who run it. Ctrl-C and SIGTERM let requests finish, save what is k
 """
 
 _PACKAGES = ("fastapi", "uvicorn", "openai")
+_USUAL_PORTS = {"http": ":80", "https": ":443"}
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -256,10 +257,10 @@ def _port(text: str) -> int:
 
 
 def _origin(text: str) -> str:
-    """As a browser names it: one that ends in a slash, say, is that of no page."""
+    """As a browser names it, without the port of its scheme. One that ends in a slash, say, is that of no page."""
     if text not in ("*", "null") and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#@*\sA-Z]+", text):
         raise argparse.ArgumentTypeError(f"{text!r} is no origin, such as http://localhost:3000, nor *")
-    return text
+    return text.removesuffix(_USUAL_PORTS.get(text.partition(":")[0], ""))
 
 
 def _seconds(text: str) -> float:

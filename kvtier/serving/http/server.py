@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import logging
 import math
 import signal
@@ -115,7 +116,9 @@ class Server:
                 draining=lambda: self.manager.draining,
             )
             if options.origins:  # around the door: a page reads why it was refused, and its browser asks without a key
-                told = {"allow_methods": ("GET", "HEAD", "POST"), "expose_headers": _EXPOSED}
+                told: dict[str, Any] = {"allow_methods": ("GET", "HEAD", "POST"), "expose_headers": _EXPOSED}
+                if "allow_private_network" in inspect.signature(CORSMiddleware).parameters:
+                    told["allow_private_network"] = True  # else a browser that asks for it is refused all of it
                 self.app = CORSMiddleware(self.app, options.origins, allow_headers=("*",), **told)
             self._stack = stack.pop_all()
         engine.start()

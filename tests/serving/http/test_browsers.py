@@ -52,6 +52,13 @@ def test_a_browser_asks_whether_it_may_without_a_key(open_to_page: Running) -> N
     assert (answer.status, allowed(answer)) == (400, None)
 
 
+def test_a_page_of_a_public_address_may_ask_a_server_of_a_private_one(open_to_page: Running) -> None:
+    wish = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Private-Network": "true"}
+    answer = asked(open_to_page, "chat/completions", PAGE, **wish)
+    assert (answer.status, answer.headers["Access-Control-Allow-Private-Network"]) == (200, "true")
+    assert asked(open_to_page, "chat/completions", OTHER, **wish).status == 400
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_page_reads_its_answer(open_to_page: Running, stream: bool) -> None:
     body = {"model": NAME, "prompt": "def f(", "max_tokens": 4, "temperature": 0, "stream": stream}
@@ -82,6 +89,21 @@ def test_what_is_no_origin_is_said(origin: str, capsys: pytest.CaptureFixture[st
     with pytest.raises(SystemExit, match="2"):
         main(["serve", "none", "--allowed-origin", origin])
     assert f"{origin!r} is no origin" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        *(("https://a.example:443", "https://a.example"), ("http://[::1]:80", "http://[::1]")),
+        *(
+            (x, x)
+            for x in ("https://a.example:80", "http://a.example:443", "http://a.example:8080", "https://[::1]:4430")
+        ),
+        *((x, x) for x in ("*", "null", "chrome-extension://abc", "app://a:443")),
+    ],
+)
+def test_an_origin_is_as_browsers_name_it_without_the_port_of_its_scheme(given: str, named: str) -> None:
+    assert serve._origin(given) == named
 
 
 @pytest.mark.parametrize(("keys", "said"), [(None, True), ("keys.txt", False)])
