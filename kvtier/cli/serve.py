@@ -55,9 +55,13 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def _add_interface(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("interface")
-    group.add_argument("--host", default="127.0.0.1", help="address to listen at (127.0.0.1: this machine alone)")
+    group.add_argument(
+        "--host", type=_text, default="127.0.0.1", help="address to listen at (127.0.0.1: this machine alone)"
+    )
     group.add_argument("--port", type=_port, default=8000, help="(8000); 0: any that is free")
-    group.add_argument("--served-model-name", metavar="NAME", help="of the model, for clients (MODEL as it is written)")
+    group.add_argument(
+        "--served-model-name", type=_text, metavar="NAME", help="of the model, for clients (MODEL as it is written)"
+    )
     group.add_argument("--api-key-file", metavar="FILE", help="lines NAME KEY: only these may ask, and share nothing")
     group.add_argument(
         "--allowed-origin",
@@ -242,12 +246,23 @@ def _listening(host: str, port: int) -> socket.socket:
 
     try:
         return bind(host, port)
+    except TypeError as error:  # so Python says that a name cannot be looked up, as one that is too long
+        raise ConfigError(f"--host {host}: it is no address, nor the name of one.") from error
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise ConfigError(f"--host {host} --port {port}: {error.strerror or error}.") from error
         raise ConfigError(
             f"Port {port} of {host} is in use. Give another --port, or 0 for any that is free."
         ) from error
+
+
+def _text(text: str) -> str:
+    """What is looked up, or sent to clients: not the bytes that a file's name may have."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no text") from None
+    return text
 
 
 def _port(text: str) -> int:

@@ -18,6 +18,8 @@ import openai
 import pytest
 from servers import PYLM, by_generate
 
+from kvtier.cli.main import main
+
 ROOT = Path(__file__).resolve().parents[3]
 TURN = "def first(items):\n    " * 12
 #: A request that neither ends by itself nor by a token that is drawn.
@@ -82,7 +84,6 @@ def test_killed_in_the_middle_it_goes_on_from_its_store_and_ends_in_good_order(
 
 def test_keys_come_through_a_pipe_too_and_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvtier import ConfigError
-    from kvtier.cli.main import main
     from kvtier.serving.http import server
 
     seen = list[server.ServerOptions]()
@@ -105,7 +106,6 @@ def test_a_port_that_is_taken_and_packages_that_are_missing_are_said_in_a_senten
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     from kvtier.cli import serve
-    from kvtier.cli.main import main
     from kvtier.serving.http.server import bind
 
     with bind("127.0.0.1", 0) as taken:
@@ -130,3 +130,15 @@ def test_a_port_that_is_taken_and_packages_that_are_missing_are_said_in_a_senten
     monkeypatch.setattr(serve, "_PACKAGES", ("no_such_package",))
     assert main(["serve", str(PYLM)]) == 2
     assert "pip install 'kvtier[serve]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--host", "--served-model-name"])
+def test_bytes_that_are_no_text_are_refused_in_a_sentence(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["serve", "none", option, os.fsdecode(b"a\xff")])
+    assert f"{option}: 'a\\udcff' is no text" in capsys.readouterr().err
+
+
+def test_a_host_that_no_name_can_be_is_refused_in_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", str(PYLM), "--port", "0", "--host", "\u00e9" * 300]) == 2
+    assert "it is no address, nor the name of one." in capsys.readouterr().err
