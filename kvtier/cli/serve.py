@@ -56,7 +56,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def _add_interface(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("interface")
     group.add_argument(
-        "--host", type=_text, default="127.0.0.1", help="address to listen at (127.0.0.1: this machine alone)"
+        "--host", type=_host, default="127.0.0.1", help="address to listen at (127.0.0.1: this machine alone)"
     )
     group.add_argument("--port", type=_port, default=8000, help="(8000); 0: any that is free")
     group.add_argument(
@@ -225,7 +225,9 @@ def _options(args: argparse.Namespace, keys: dict[str, str]) -> Any:
 
 def _warn(args: argparse.Namespace, tokenizer: Any) -> None:
     """Say what somebody may not expect."""
-    if not getattr(tokenizer, "chat_template", None):
+    from kvtier.hf.models.checkpoint.templates import makes_prompts
+
+    if not makes_prompts(tokenizer):
         _say(f"{args.model} has no chat template: contents of messages are joined. --chat-template FILE gives one.")
     if args.api_key_file is None and args.host not in ("127.0.0.1", "localhost", "::1"):
         _say(f"Whoever reaches {args.host} may ask, and all share what is kept. --api-key-file FILE says who may.")
@@ -263,6 +265,12 @@ def _text(text: str) -> str:
     except UnicodeEncodeError:
         raise argparse.ArgumentTypeError(f"{text!r} is no text") from None
     return text
+
+
+def _host(text: str) -> str:
+    if not text:  # as of a variable that is not set: it would be all addresses
+        raise argparse.ArgumentTypeError("it is empty; 0.0.0.0 is all addresses")
+    return _text(text)
 
 
 def _port(text: str) -> int:

@@ -142,3 +142,10 @@ def test_bytes_that_are_no_text_are_refused_in_a_sentence(option: str, capsys: p
 def test_a_host_that_no_name_can_be_is_refused_in_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", str(PYLM), "--port", "0", "--host", "\u00e9" * 300]) == 2
     assert "it is no address, nor the name of one." in capsys.readouterr().err
+
+
+def test_an_empty_host_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """As of a variable that is not set: the server would listen at all addresses."""
+    with pytest.raises(SystemExit, match="2"):
+        main(["serve", "none", "--host", ""])
+    assert "--host: it is empty; 0.0.0.0 is all addresses" in capsys.readouterr().err

@@ -59,6 +59,24 @@ def test_all_that_a_message_says_is_there_for_the_template(handler: Any) -> None
     assert lines[3].startswith("assistant : As OpenAI's client sends it back. ()")
 
 
+def test_a_tokenizer_that_writes_chats_by_code_of_its_own_does_and_takes_what_that_has_parameters_for(
+    handler: Any,
+) -> None:
+    """As that of mistral-common, which has no template."""
+    tokenizer = handler.served.tokenizer
+
+    class Own(type(tokenizer)):  # type: ignore[misc]
+        def apply_chat_template(self, conversation: Any, tools: Any = None, effort: str = "", **options: Any) -> Any:
+            return {"input_ids": self(f"{conversation[0]['content']} {tools} {effort}")["input_ids"]}
+
+    tokenizer.__class__, tokenizer.chat_template = Own, None
+    messages = messages_of({"messages": [{"role": "user", "content": "hi"}]})
+    asked = Asked(template={"effort": "high"})
+    assert tokenizer.decode(handler.prompt_of(messages, asked)) == "hi None high"
+    with pytest.raises(Refusal, match="does not read"):
+        handler.prompt_of(messages, Asked(template={"enable_thinking": True}))
+
+
 def test_instructions_come_before_a_system_message_and_not_in_its_place() -> None:
     items = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
     found = responses.messages_from({"input": items, "instructions": "Be kind."})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 import sys
 from collections.abc import Sequence
@@ -23,8 +24,10 @@ def is_processor(tokenizer: Any) -> bool:
 def makes_prompts(tokenizer: Any) -> bool:
     """Whether it makes a prompt of messages: by a chat template, or by code of its own, as that of mistral-common does,
     which has no template."""
-    if getattr(tokenizer, "chat_template", None):
-        return True
+    return bool(getattr(tokenizer, "chat_template", None)) or _has_own_code(tokenizer)
+
+
+def _has_own_code(tokenizer: Any) -> bool:
     theirs = PreTrainedTokenizerBase
     return isinstance(tokenizer, theirs) and type(tokenizer).apply_chat_template is not theirs.apply_chat_template
 
@@ -39,6 +42,14 @@ def template_of(tokenizer: Any, tools: Sequence[Any] | None) -> str:
         return ""
     found: str = tokenizer.get_chat_template(tools=tools)
     return found
+
+
+def names_taken(tokenizer: Any, template: str) -> frozenset[str]:
+    """What `apply_chat_template` of a tokenizer honours besides messages: what its template reads, or, without one,
+    what code of its own has a parameter for."""
+    if template or not _has_own_code(tokenizer):
+        return names_read(template)
+    return frozenset(inspect.signature(tokenizer.apply_chat_template).parameters)
 
 
 @functools.lru_cache(16)

@@ -11,7 +11,7 @@ from fastapi.responses import StreamingResponse
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.utils import BaseHandler, Modality
 
-from kvtier.hf.models.checkpoint.templates import names_read, template_of
+from kvtier.hf.models.checkpoint.templates import makes_prompts, names_taken, template_of
 from kvtier.serving.http.answers import Answers
 from kvtier.serving.http.manager import EngineManager
 from kvtier.serving.http.parsing import Parser, parsers_of
@@ -109,7 +109,7 @@ class Handler(BaseHandler):
         return VISIT.get(Visit())
 
     def prompt_of(self, messages: Sequence[Mapping[str, Any]], asked: Asked) -> list[int]:
-        """Token ids of a chat: by the template; without one, contents are joined.
+        """Token ids of a chat, as the tokenizer makes them; where it makes none, contents are joined.
 
         Raises:
             Refusal: the template refuses the messages, or does not read what it is given.
@@ -123,13 +123,13 @@ class Handler(BaseHandler):
             template = template_of(tokenizer, asked.tools)
         except ValueError as error:
             raise self._refused(error) from error
-        read = names_read(template)
+        read = names_taken(tokenizer, template)
         unread = [name for name in (*asked.template, *(("tools",) if asked.tools else ())) if name not in read]
         if unread:
             raise Refusal(
                 400, f"{unread[0]}: the model's chat template does not read it.", code="unsupported", param=unread[0]
             )
-        if not template:
+        if not makes_prompts(tokenizer):
             text = "".join(str(message["content"]) for message in plain)
             return self.ids_of(text)
         given = {"tools": asked.tools, "add_generation_prompt": True} | asked.template
