@@ -21,9 +21,9 @@ from kvtier.planning.step import LayerState, StepPlan, StepRecord, StepState
 CHOICES = 33
 #: Steps between two looks at the choice, and the part by which spilled blocks may change before an earlier one.
 PERIOD, DRIFT = 8, 0.05
-#: Each so many-th choice is seen by a look that leaves the last one; of others, those that are so far away from it; and
-#: looks, one after the other, until one at all choices.
-SPACING, AWAY, BELIEVED = 4, (1, 4, 16), 16
+#: A look predicts the choices that are so far away from the present one; where one of these gains, each so many-th one;
+#: after so many looks, one predicts all of them.
+AWAY, SPACING, BELIEVED = (1, 4, 16), 4, 16
 #: A choice is left for another that promises so much less, or a quarter of what predictions are off by, up to so much.
 HYSTERESIS, MOST_HYSTERESIS = 0.01, 0.05
 #: A choice that is not yet believed is left for another that promises so much less.
