@@ -29,8 +29,8 @@ KIND = "cpu-amd-epyc-2c"
 _SCENARIOS = {
     "cpu-amd-epyc-family-26-2c": ("host", "hotpath", "overlap", "store_load"),
     "cpu-amd-epyc-family-25-model-17-2c": ("engine", "eviction", "serving_simulated"),
-    "cpu-amd-epyc-family-25-model-1-2c": ("simulated", "store_resume", "sub_batches"),
-    "cpu-amd-epyc-family-26-model-2-2c": ("planner", "saving", "serving_measured"),
+    "cpu-amd-epyc-family-25-model-1-2c": ("serving_measured", "simulated", "store_resume", "sub_batches"),
+    "cpu-amd-epyc-family-26-model-2-2c": ("planner", "saving"),
     "cpu-intel-r-xeon-r-processor-family-6-2c": ("store_turns",),
 }
 KINDS = {scenario: kind for kind, scenarios in _SCENARIOS.items() for scenario in scenarios}
