@@ -6,7 +6,6 @@ import logging
 from typing import Any
 
 from kvtier.errors import BudgetError, ClosedError, ConfigError, QueueFullError, UnsupportedError
-from kvtier.hf.engine.sampling import NoTokenError
 
 _LOG = logging.getLogger("kvtier.serving")
 
@@ -100,6 +99,8 @@ def refusal_of(error: BaseException, retry_after: int = 1) -> Refusal:
     Args:
         retry_after: seconds until a full queue may have room.
     """
+    from kvtier.hf.engine.sampling import NoTokenError  # and torch, without which a command line is read
+
     if isinstance(error, Refusal):
         return error
     if isinstance(error, QueueFullError):
