@@ -281,7 +281,7 @@ def _port(text: str) -> int:
 
 def _origin(text: str) -> str:
     """As a browser names it, without the port of its scheme. One that ends in a slash, say, is that of no page."""
-    if text not in ("*", "null") and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#@*\sA-Z]+", text):
+    if text not in ("*", "null") and not re.fullmatch(r"[a-z][a-z0-9+.-]*://(?!:)[^/?#@*\sA-Z]+", text):
         raise argparse.ArgumentTypeError(f"{text!r} is no origin, such as http://localhost:3000, nor *")
     return text.removesuffix(_USUAL_PORTS.get(text.partition(":")[0], ""))
 

@@ -98,7 +98,9 @@ class Room:
             if self.budget is None or nbytes + kept + sum(self._stray.values()) + self._apart <= self.budget:
                 return ""
             why = f"{nbytes} bytes are more than the disk budget of {self.budget} leaves"
-            return f"{why}, of which {self.rest} are taken by what conversations are" if self.rest else why
+            if self.rest:
+                why += f", of which {self.rest} are taken by what conversations are"
+            return f"{why}, and {self._reserved} by a file that is given up on a full disk" if self._reserved else why
 
     # A file
 

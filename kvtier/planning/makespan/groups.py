@@ -78,9 +78,9 @@ class Groups(list[Group]):
     @functools.cached_property
     def _sizes(self) -> list[tuple[LayerState, list[int]]]:
         """Groups of equal blocks, to which the host attends or does not: one of their layers, and which they are."""
-        found = dict[tuple[int, bool], tuple[LayerState, list[int]]]()
+        found = dict[tuple[int, int, bool], tuple[LayerState, list[int]]]()
         for i, (x, _) in enumerate(self):
-            found.setdefault((x.block_bytes, x.host_attention), (x, []))[1].append(i)
+            found.setdefault((x.block_bytes, x.sequences, x.host_attention), (x, []))[1].append(i)
         return list(found.values())
 
     @functools.cached_property

@@ -83,7 +83,16 @@ def test_any_origin_or_none(start: Start, running: Running) -> None:
 
 
 @pytest.mark.parametrize(
-    "origin", ["http://localhost:3000/", "localhost:3000", "http://Page.example", "", "http://a@b", "https://*.example"]
+    "origin",
+    [
+        "http://localhost:3000/",
+        "localhost:3000",
+        "http://Page.example",
+        "",
+        "http://a@b",
+        "http://:80",
+        "https://*.example",
+    ],
 )
 def test_what_is_no_origin_is_said(origin: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
