@@ -196,7 +196,7 @@ class CostModel:
         fetched = hosted = 0
         known, layers = self.linear, groups.total
         linear = (known or 0.0) * part / max(layers, 1)
-        kinds = list[tuple[int, float, float, float, float, float]]()
+        links, kinds = list[float](), list[tuple[int, float, float, float, float, float]]()
         for (layer, count), spilled in zip(groups, groups.spilled_after(extra_bytes), strict=True):
             nbytes = layer.block_bytes
             if layer.host_attention:
@@ -211,11 +211,13 @@ class CostModel:
                 fetched += int(count * take * nbytes)
             attended = (layer.resident + layer.spilled - spilled + take + layer.sequences) * nbytes / device_rate
             device += count * attended
+            links.append(on_link)
             kinds.append((count, take, leave, on_link, attended, (spilled - take) * nbytes))
-        links, parts = [x[3] for x in kinds], None
+        parts = None
         uneven = known is not None and link > 0 and is_uneven(links)
         if uneven:
-            seconds_of = LayerSeconds(links, [x[5] / rates.host for x in kinds], [x[4] for x in kinds])
+            alone_of, reads = zip(*((left / rates.host, attended) for *_, attended, left in kinds), strict=True)
+            seconds_of = LayerSeconds(links, alone_of, reads)
             parts = self._busy_parts.of(share, groups, rates, linear * layers, seconds_of)
         waits = []
         for i, (count, _, leave, on_link, attended, left) in enumerate(kinds):
@@ -232,7 +234,7 @@ class CostModel:
         busy = busy_bytes / hosted if hosted else 0.0
         fetching, copies = link, round(sent)
         if AT_A_TIME * longest > room:
-            link, fetching, copies = self._short_of_room(groups, [x[1] for x in kinds], room)
+            link, fetching, copies = self._short_of_room(groups, [take for _, take, *_ in kinds], room)
         seconds = max(base + exposed, fetching)
         return Prediction(
             *(share, seconds, base, exposed, link, fetching, fetched, hosted, device, layers, copies, busy),

@@ -9,6 +9,6 @@ engine.py   `Engine`, which puts them together
 replay.py   `replay`: a load on this machine's clock, and what became of it
 text.py     tokens to text as they come, and stop strings in it
 runners/    what runs the model: all tokens in one forward, or each sequence alone; and which one serves it
-steps/      a step, and what takes one after the other
+steps/      a step, and the loop that takes them
 http/       the engine behind OpenAI's HTTP interface
 """

@@ -91,7 +91,7 @@ class Disk:
         try:
             self.path = self._folder.path
             self._reader = ChainReader(self._folder)
-            reserve = Reserve(self.path, budget, kept=True)
+            reserve = Reserve(self.path, budget)
             self._manifest = Manifest(self.path / MANIFEST, fingerprint, reserve=reserve)
             self._conversations = ConversationRows(self._manifest)
             parts = self._folder, self._manifest, self._conversations, self._chunks, self._order
@@ -101,6 +101,7 @@ class Disk:
             try:
                 self._load()
                 self.room.count()
+                reserve.keep(self.room.is_within)
             except BaseException:
                 self._manifest.close()
                 raise

@@ -91,6 +91,10 @@ class Room:
         with self._lock:
             return self.budget is None or self.nbytes + self._apart + nbytes <= self.budget
 
+    def is_within(self) -> bool:
+        """Whether all is within the budget. Without the folder's lock, which others take before the manifest's."""
+        return self.budget is None or self.nbytes + self._apart <= self.budget
+
     def leaves(self, nbytes: int, parent: Chunk | None) -> str:
         """Why so many bytes behind a chunk are not within the budget, all else aside; "": they are."""
         with self._lock:

@@ -76,6 +76,26 @@ def test_the_reserve_is_within_the_budget_that_it_is_a_part_of(
     disk.close()
 
 
+def test_a_folder_that_is_full_makes_room_for_the_reserve_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budget, file = 100_000, tmp_path / reserve.RESERVE
+    monkeypatch.setattr(reserve, "SIZE", 25_000)
+    monkeypatch.setattr(reserve, "PLENTY", 5)
+    disk = disk_of(tmp_path, budget)
+    for n in range(100):
+        assert save(disk, [n] * 20)
+    disk.close()
+    assert not file.exists()
+    monkeypatch.setattr(reserve, "PLENTY", 4)
+    disk = disk_of(tmp_path, budget)
+    for n in range(100, 110):
+        assert (25_000 if file.exists() else 0) + disk.room.nbytes + disk.room.rest <= budget
+        assert save(disk, [n] * 20)
+    assert file.exists()
+    disk.close()
+
+
 @pytest.mark.parametrize("what", ["unlink", "write_tensors"])
 def test_nobody_waits_for_a_file_that_goes_or_is_written(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -66,15 +66,18 @@ def test_a_tokenizer_that_writes_chats_by_code_of_its_own_does_and_takes_what_th
     tokenizer = handler.served.tokenizer
 
     class Own(type(tokenizer)):  # type: ignore[misc]
-        def apply_chat_template(self, conversation: Any, tools: Any = None, effort: str = "", **options: Any) -> Any:
+        def apply_chat_template(
+            self, conversation: Any, tools: Any = None, effort: str = "", truncation: bool = False, **options: Any
+        ) -> Any:
             return {"input_ids": self(f"{conversation[0]['content']} {tools} {effort}")["input_ids"]}
 
     tokenizer.__class__, tokenizer.chat_template = Own, None
     messages = messages_of({"messages": [{"role": "user", "content": "hi"}]})
     asked = Asked(template={"effort": "high"})
     assert tokenizer.decode(handler.prompt_of(messages, asked)) == "hi None high"
-    with pytest.raises(Refusal, match="does not read"):
-        handler.prompt_of(messages, Asked(template={"enable_thinking": True}))
+    for name in ("enable_thinking", "truncation", "options"):
+        with pytest.raises(Refusal, match="does not read"):
+            handler.prompt_of(messages, Asked(template={name: True}))
 
 
 def test_instructions_come_before_a_system_message_and_not_in_its_place() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from kvtier.conversation.disk.files.folder import MANIFEST, keep_owner
@@ -26,19 +27,25 @@ class Reserve:
     Args:
         directory: of a store.
         budget: see `Disk`. Where it is less than plenty, the file is removed.
-        kept: whether it is made, where the disk has plenty of room. If not, it is only given up.
 
     Attributes:
-        nbytes: of the budget that are left to it, whether it is there or not.
+        nbytes: of the budget that are left to it, whether it is there or not; 0 without a budget.
     """
 
-    def __init__(self, directory: Path, budget: int | None = None, *, kept: bool = False) -> None:
-        fits = budget is None or budget >= PLENTY * SIZE
-        self.nbytes = SIZE if budget is not None and fits else 0
-        self._file, self._kept = directory / RESERVE, kept and fits
+    def __init__(self, directory: Path, budget: int | None = None) -> None:
+        self._file, self._fits = directory / RESERVE, budget is None or budget >= PLENTY * SIZE
+        self.nbytes = SIZE if budget is not None and self._fits else 0
         self._is_there = os.path.lexists(self._file)
-        if not fits:
+        self._within: Callable[[], bool] | None = None  # it is only given up
+        if not self._fits:
             self.remove()
+
+    def keep(self, within: Callable[[], bool]) -> None:
+        """Make it, now or later, where the disk has plenty of room and all is within the budget with it, as `within`
+        says."""
+        if self._fits:
+            self._within = within
+            self.settle()
 
     def remove(self) -> None:
         """Give it up. What cannot be done is tried again the next time."""
@@ -53,7 +60,7 @@ class Reserve:
             left = disk.f_bavail * disk.f_frsize
             if self._is_there and left < SIZE:
                 self.remove()
-            elif self._kept and not self._is_there and left >= PLENTY * SIZE:
+            elif not self._is_there and left >= PLENTY * SIZE and self._within is not None and self._within():
                 self._make()
 
     def _make(self) -> None:

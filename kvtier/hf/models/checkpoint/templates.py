@@ -13,6 +13,9 @@ from jinja2 import TemplateError, meta
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
+#: Parameters of every `apply_chat_template` that say what a prompt is.
+_OF_PROMPTS = frozenset(("tools", "documents", "add_generation_prompt"))
+
 
 def is_processor(tokenizer: Any) -> bool:
     """Whether it is a processor, which makes inputs of images and sounds too. Their module takes long to import; where
@@ -45,11 +48,13 @@ def template_of(tokenizer: Any, tools: Sequence[Any] | None) -> str:
 
 
 def names_taken(tokenizer: Any, template: str) -> frozenset[str]:
-    """What `apply_chat_template` of a tokenizer honours besides messages: what its template reads, or, without one,
-    what code of its own has a parameter for."""
+    """What changes a prompt besides messages: what the tokenizer's template reads, or, without one, parameters of its
+    own code. Not how ids are returned, cut or padded: that is no part of a chat."""
     if template or not _has_own_code(tokenizer):
         return names_read(template)
-    return frozenset(inspect.signature(tokenizer.apply_chat_template).parameters)
+    usual = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys() - _OF_PROMPTS
+    own = inspect.signature(tokenizer.apply_chat_template).parameters.values()
+    return frozenset(x.name for x in own if x.kind is not x.VAR_KEYWORD and x.name not in usual)
 
 
 @functools.lru_cache(16)
