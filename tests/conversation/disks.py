@@ -4,9 +4,10 @@ checked."""
 from __future__ import annotations
 
 import contextlib
+import gc
 import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,18 @@ OF = {"model": "m", "config": "c", "weights": "w"}
 
 def disk_of(folder: Path, budget: int | None = None) -> Disk:
     return Disk(folder, budget, OF)
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """No garbage is collected: what goes at once goes as nobody refers to it any more."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def held_writes(patch: pytest.MonkeyPatch) -> threading.Event:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from disks import uncollected
 from test_interrupts import PACKAGE, Line
 from toy import PAD, States, Toy
 
@@ -266,18 +267,19 @@ def test_an_interrupt_while_a_store_begins_leaves_its_folder_to_the_next_one(tmp
     for at in range(10**6):
         files = ("store.py", "names.py", "disk/disk.py", "disk/recovery.py")
         line, held = Line_(at, tuple(f"conversation/{x}" for x in files)), None
-        sys.settrace(line)
-        try:
-            store = begin()
-        except KeyboardInterrupt as error:
-            held = error
-        finally:
-            sys.settrace(None)
-        if held is None:  # it came where nobody hears of it, or not at all
-            store.close()
-            if line.where is None:
-                break
-        with begin() as store:
-            assert store.names == ["a"], line.where
+        with uncollected():
+            sys.settrace(line)
+            try:
+                store = begin()
+            except KeyboardInterrupt as error:
+                held = error
+            finally:
+                sys.settrace(None)
+            if held is None:  # it came where nobody hears of it, or not at all
+                store.close()
+                if line.where is None:
+                    break
+            with begin() as store:
+                assert store.names == ["a"], line.where
         assert not toy._forward_pre_hooks
     assert at > 100

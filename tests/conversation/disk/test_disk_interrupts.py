@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from disks import disk_of, load, save
+from disks import disk_of, load, save, uncollected
 from test_disk_faults import failing
 from test_store_interrupts import Line_
 
@@ -167,3 +167,20 @@ def test_nothing_in_doubt_is_settled_where_the_folder_is_another_one(tmp_path: P
         assert "removed, or replaced" in disk.problem
         (tmp_path / "other").rename(tmp_path / "one")
         assert load(disk, OLD) == 40
+
+
+@pytest.mark.parametrize("budget", [None, 10**9])
+def test_a_folder_that_is_dropped_as_it_was_opened_is_open_to_others_at_once(
+    budget: int | None, tmp_path: Path
+) -> None:
+    """As by an interrupt before it has a name: nobody may close it, and nobody knows when garbage is collected."""
+    with uncollected():
+        for ids in ALL:
+            disk_of(tmp_path, budget=budget)
+            with contextlib.closing(disk_of(tmp_path, budget=budget)) as disk:
+                save(disk, ids)
+            disk = disk_of(tmp_path, budget=budget)
+            load(disk, ids)
+            del disk
+    with contextlib.closing(disk_of(tmp_path)) as disk:
+        assert disk.find("k", packed(NEW))[0] == len(NEW)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -36,15 +37,16 @@ class Reserve:
         self._file, self._fits = directory / RESERVE, budget is None or budget >= PLENTY * SIZE
         self.nbytes = SIZE if budget is not None and self._fits else 0
         self._is_there = os.path.lexists(self._file)
-        self._within: Callable[[], bool] | None = None  # it is only given up
+        self._within: weakref.WeakMethod[Callable[[], bool]] | None = None  # it is only given up
         if not self._fits:
             self.remove()
 
     def keep(self, within: Callable[[], bool]) -> None:
         """Make it, now or later, where the disk has plenty of room and all is within the budget with it, as `within`
-        says."""
+        says: a method, whose object owns this one. It is not kept alive by it: whoever is interrupted while a folder is
+        opened drops it, and that must let others open it at once."""
         if self._fits:
-            self._within = within
+            self._within = weakref.WeakMethod(within)
             self.settle()
 
     def remove(self) -> None:
@@ -60,8 +62,12 @@ class Reserve:
             left = disk.f_bavail * disk.f_frsize
             if self._is_there and left < SIZE:
                 self.remove()
-            elif not self._is_there and left >= PLENTY * SIZE and self._within is not None and self._within():
+            elif not self._is_there and left >= PLENTY * SIZE and self._is_within():
                 self._make()
+
+    def _is_within(self) -> bool:
+        within = None if self._within is None else self._within()
+        return within is not None and within()
 
     def _make(self) -> None:
         handle = os.open(self._file, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
