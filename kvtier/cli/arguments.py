@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
+from typing import Any
 
 #: What a message names as Python does: budgets, but not within a path; and a way that a command line has not.
 _BUDGETS = re.compile(r"(?<![\w/.-])(device|host|disk)_budget(?![\w/-])")
@@ -23,6 +25,17 @@ def positive(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
     return int(text)
+
+
+def names_and_values(text: str) -> dict[str, Any]:
+    """An object in JSON, such as `{"enable_thinking": false}`."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"""{text!r} is no object in JSON, such as '{{"enable_thinking": false}}'""")
+    return found
 
 
 def with_flags(text: str) -> str:

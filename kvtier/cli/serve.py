@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from kvtier.cli.arguments import positive
+from kvtier.cli.arguments import names_and_values, positive
 from kvtier.cli.chat.command import check_budgets
 from kvtier.cli.config import read_config
 from kvtier.config import parse_bytes
@@ -72,6 +72,14 @@ def _add_interface(parser: argparse.ArgumentParser) -> None:
         help="a page of which browsers may ask, such as http://localhost:3000; once for each, or * for all (none)",
     )
     group.add_argument("--chat-template", metavar="FILE", help="instead of the model's own")
+    group.add_argument(
+        "--default-chat-template-kwargs",
+        type=names_and_values,
+        metavar="JSON",
+        default={},
+        help="what the template reads besides messages, such as '{\"enable_thinking\": false}'; a request may say "
+        "otherwise in chat_template_kwargs",
+    )
     group.add_argument(
         "--session-ttl",
         type=_seconds,
@@ -158,6 +166,7 @@ def run(args: argparse.Namespace) -> int:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
     logging.getLogger("kvtier").setLevel(logging.INFO)
     from kvtier.conversation.disk.files.folder import Folder
+    from kvtier.conversation.prompts import Prompts
     from kvtier.hf.models.checkpoint.loading import model_of, quiet, tokenizer_of
 
     with quiet():
@@ -165,6 +174,7 @@ def run(args: argparse.Namespace) -> int:
         tokenizer = tokenizer_of(args.model)
         if args.chat_template is not None:
             _use_template(tokenizer, args.chat_template)
+        Prompts(tokenizer, None, args.default_chat_template_kwargs)
         if args.store is not None:
             Folder(args.store).close()  # the same
         from kvtier.serving.http.server import Server
@@ -220,6 +230,7 @@ def _options(args: argparse.Namespace, keys: dict[str, str]) -> Any:
         timeout=args.client_timeout,
         drain=args.drain_timeout,
         origins=tuple(args.allowed_origin),
+        template=args.default_chat_template_kwargs,
     )
 
 

@@ -15,15 +15,15 @@ import torch
 
 from kvtier.conversation.calls.reuse import RowReuse
 from kvtier.conversation.disk.rows.pieces import Written
-from kvtier.conversation.given import check_count, check_text, message_of, role_of, text_of
+from kvtier.conversation.given import check_count, message_of, role_of
 from kvtier.conversation.index import common, packed
 from kvtier.conversation.kept.ranks import rank_of
+from kvtier.conversation.prompts import Prompts
 from kvtier.conversation.saved.wake import Wake
 from kvtier.errors import ClosedError, ConcurrentUseError, ConfigError
 from kvtier.eviction.rank import DEFAULT, Rank
 from kvtier.frames import is_running
 from kvtier.hf.models import generation as of
-from kvtier.hf.models.checkpoint.templates import makes_prompts
 
 #: A message of a chat, as templates take it.
 Message = dict[str, Any]
@@ -188,7 +188,16 @@ class Conversation:
         self._now(ids=list(ids))
         self.store.conversations.went_on(self)
 
-    def send(self, message: str | Message, *, tokenizer: Any, system: str | None = None, **kwargs: Any) -> str:
+    def send(
+        self,
+        message: str | Message,
+        *,
+        tokenizer: Any,
+        system: str | None = None,
+        tools: Sequence[Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> str:
         """Say something and get the answer. The prompt is made by the tokenizer: by its chat template or by code of its
         own; without either, contents are joined.
 
@@ -196,20 +205,26 @@ class Conversation:
             message: of the user, or a message with a role of its own (of a tool). Text only.
             tokenizer: of the model; of one with a processor, `processor.tokenizer`.
             system: the first message of a new conversation.
+            tools: that the model may call, as `apply_chat_template` takes them; the answer has the calls as the model
+                writes them. Those of one turn: give them again in the next.
+            chat_template_kwargs: what else the chat template reads, such as `{"enable_thinking": False}`; of one turn,
+                too.
             kwargs: as `generate` takes them: `streamer`, `max_new_tokens`, ...
 
         Raises:
+            ConfigError: what the chat template does not read.
             KVTierError: as of `generate`; the conversation is as it was.
         """
         self._check_open()
         self._enter(sys._getframe())
         try:
-            return self._send(list(self.messages), message, tokenizer, system, kwargs)
+            prompts = Prompts(tokenizer, tools, chat_template_kwargs)
+            return self._send(list(self.messages), message, prompts, system, kwargs)
         finally:
             self._inside.clear()
 
     def _send(
-        self, messages: list[Message], message: str | Message, tokenizer: Any, system: str | None, kwargs: Any
+        self, messages: list[Message], message: str | Message, prompts: Prompts, system: str | None, kwargs: Any
     ) -> str:
         """Say something behind these messages, which take the place of those that there are."""
         if system is not None:
@@ -217,28 +232,35 @@ class Conversation:
                 raise ConfigError("system= is the first message of a conversation, and this one has begun.")
             messages.append({"role": "system", "content": system})
         messages.append(message_of(message))
-        check_text(tokenizer, messages)
-        prompt = self._prompt(tokenizer, messages)
+        prompts.check(messages)
+        prompt = prompts.ids_of(messages)
         if not prompt:
             raise ConfigError("The prompt has no tokens: the message is empty, and the tokenizer adds none to it.")
         ids = torch.tensor([prompt], device=of.device_of(self.store.model))
         if of.reads_text(self.store.model, kwargs):
-            kwargs = kwargs | {"tokenizer": tokenizer}
+            kwargs = kwargs | {"tokenizer": prompts.tokenizer}
         with self.store.in_use():  # until what was said is saved
             out, said = self._generate(ids, dict(attention_mask=torch.ones_like(ids), **kwargs))
             rows = out if isinstance(out, torch.Tensor) else out.sequences
             # A decoder gives the prompt, too; that of an encoder-decoder has none.
             start = 0 if self.store.model.config.is_encoder_decoder else ids.shape[1]
-            answer = str(tokenizer.decode(rows[0, start:], skip_special_tokens=True))
+            answer = str(prompts.tokenizer.decode(rows[0, start:], skip_special_tokens=True))
             messages.append({"role": "assistant", "content": answer})
-            ends = {**self._ends_in(said, tokenizer, messages), len(messages): len(said)}
+            ends = {**self._ends_in(said, prompts, messages), len(messages): len(said)}
             # When nothing can fail any more: it is as it was, or has the whole turn.
             self._now(ids=said, messages=messages, ends=ends, reuse=self.store.reuse[0])
             self.store.conversations.changed(self, generated=True)
             return answer
 
-    def regenerate(self, *, tokenizer: Any, **kwargs: Any) -> str:
-        """Another answer to the last message.
+    def regenerate(
+        self,
+        *,
+        tokenizer: Any,
+        tools: Sequence[Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> str:
+        """Another answer to the last message; the arguments are as of `send`.
 
         Raises:
             ConfigError: there is no answer yet. Otherwise as `generate`; the conversation is as it was.
@@ -249,7 +271,8 @@ class Conversation:
             if len(self.messages) < 2 or role_of(self.messages[-1]) != "assistant":
                 raise ConfigError("There is no answer to generate again: `send` a message first.")
             *before, last, _ = self.messages
-            return self._send(before, last, tokenizer, None, kwargs)
+            prompts = Prompts(tokenizer, tools, chat_template_kwargs)
+            return self._send(before, last, prompts, None, kwargs)
         finally:
             self._inside.clear()
 
@@ -412,7 +435,7 @@ class Conversation:
             self.store.conversations.remove(self)
             self.closed = True  # last: what is cut short is done again
 
-    def _ends_in(self, said: Sequence[int], tokenizer: Any, messages: Sequence[Message]) -> dict[int, int]:
+    def _ends_in(self, said: Sequence[int], prompts: Prompts, messages: Sequence[Message]) -> dict[int, int]:
         """What numbers of messages came to in what was said now. A template may change what came before, and an answer
         may be tokenised otherwise than it was generated: the last one is looked for again, of others what is alike."""
         ids = packed(said)
@@ -420,17 +443,8 @@ class Conversation:
         ends = {n: min(tokens, alike) for n, tokens in self.ends.items()}
         if last < len(messages) and self.ends.get(last, 0) > alike:
             with contextlib.suppress(Exception):  # of the tokenizer: the answer is there
-                ends[last] = common(packed(self._prompt(tokenizer, messages[:last], answer=False)), ids)
+                ends[last] = common(packed(prompts.ids_of(messages[:last], answer=False)), ids)
         return ends
-
-    @staticmethod
-    def _prompt(tokenizer: Any, messages: Sequence[Message], *, answer: bool = True) -> list[int]:
-        """The ids of messages; `answer`: and of what begins an answer."""
-        if makes_prompts(tokenizer):
-            found = tokenizer.apply_chat_template(list(messages), add_generation_prompt=answer, tokenize=True)
-            ids = found["input_ids"] if isinstance(found, Mapping) else found
-            return [int(x) for x in ids]
-        return [int(x) for x in tokenizer("".join(map(text_of, messages)))["input_ids"]]
 
     def _check_open(self) -> None:
         if self.closed or self.store.closed:

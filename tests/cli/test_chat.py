@@ -225,6 +225,9 @@ def test_a_seed_gives_the_same_answers_again(talk: Talk) -> None:
         (["--no-store", "--seed", str(2**64)], "at most 64 bits"),
         (["--no-store", "--seed", str(-(2**63) - 1)], "at most 64 bits"),
         (["--store", "DIR", "--no-store"], "not allowed with"),
+        (["--chat-template-kwargs", "{"], "is no object in JSON"),
+        (["--chat-template-kwargs", "[1]"], "is no object in JSON"),
+        (["--chat-template-kwargs", '{"enable_thinking": false}', "--store", "DIR"], "has no chat template"),
     ],
 )
 def test_what_is_wrong_is_a_sentence(talk: Talk, args: list[str], said: str, tmp_path: Path) -> None:
@@ -235,6 +238,17 @@ def test_what_is_wrong_is_a_sentence(talk: Talk, args: list[str], said: str, tmp
     assert said in talk.err
     assert talk.out == ""
     assert not (tmp_path / "dir").exists()
+
+
+def test_what_the_template_reads_is_given_to_it(talk: Talk, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(PYLM)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ mood }}"
+    monkeypatch.setattr(loading, "tokenizer_of", lambda name: tokenizer)
+    given = ("--chat-template-kwargs", '{"mood": "class A:"}', "--max-new-tokens", "1")
+    talk(*given, "--store", str(tmp_path), lines="x\n")
+    assert talk.status == 0
+    with ConversationStore(pylm(), directory=tmp_path) as store:
+        assert tokenizer.decode(store.open("chat").ids).startswith("xclass A:")
 
 
 def test_a_model_that_is_none_and_a_folder_of_another_are_sentences(talk: Talk, tmp_path: Path) -> None:

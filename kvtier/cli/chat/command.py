@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from kvtier.cli.arguments import positive
+from kvtier.cli.arguments import names_and_values, positive
 from kvtier.cli.chat import remote
 from kvtier.cli.chat.lines import Loop
 from kvtier.cli.chat.screen import Answer, Stop, say
@@ -71,6 +71,12 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("--name", default="chat", help="of the conversation (chat)")
     parser.add_argument("--list", action="store_true", help="list the conversations of the store, and leave")
     parser.add_argument("--system", metavar="TEXT", help="the first message of new conversations")
+    parser.add_argument(
+        "--chat-template-kwargs",
+        type=names_and_values,
+        metavar="JSON",
+        help="what the chat template reads besides messages, such as '{\"enable_thinking\": false}'",
+    )
     parser.add_argument("--max-new-tokens", type=positive, default=512, help="of an answer, at the most (512)")
     parser.add_argument("--temperature", type=float, help="0: the likeliest token each time (the model's own)")
     parser.add_argument("--top-p", type=float, help="sample from the likeliest tokens of this share (the model's own)")
@@ -102,13 +108,15 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("Give a MODEL, or --url of a server.")
     check_budgets(args)
     from kvtier.conversation.disk.files.folder import Folder
+    from kvtier.conversation.prompts import Prompts
     from kvtier.hf.models.checkpoint.loading import model_of, quiet, tokenizer_of
 
     with quiet():
         read_config(args.model, loaded=True)  # its errors say what is not there
         tokenizer = tokenizer_of(args.model)
+        Prompts(tokenizer, None, args.chat_template_kwargs)  # what it does not read is said before weights are read
         if args.store is not None:
-            Folder(args.store).close()  # said before weights are read, which takes minutes
+            Folder(args.store).close()  # the same
         model = model_of(args.model, args.dtype, args.device)
         if args.seed is not None:
             import torch
@@ -121,6 +129,7 @@ def run(args: argparse.Namespace) -> int:
         budgets = {"device_budget": args.device_budget, "host_budget": args.host_budget}
         store = ConversationStore(model, directory=args.store, disk_budget=args.disk_budget, **budgets)
         try:
+            options["chat_template_kwargs"] = args.chat_template_kwargs
             loop = ChatLoop(store, tokenizer, args.name, args.system, options)
             try:
                 status = loop.talk()
@@ -170,7 +179,7 @@ class ChatLoop(Loop):
         tokenizer: of its model.
         name: of the conversation to begin with.
         system: the first message of new conversations; None: they begin with the user's.
-        options: of `generate`.
+        options: of each answer, as `send` takes them.
 
     Raises:
         ConfigError: the conversation has begun with another system prompt.
@@ -226,7 +235,7 @@ class ChatLoop(Loop):
 
     def send(self, text: str) -> None:
         """Say something, and print the answer."""
-        first = {} if self.chat.messages or self.system is None else {"system": self.system}
+        first: dict[str, Any] = {} if self.chat.messages or self.system is None else {"system": self.system}
         self._answer(lambda **options: self.chat.send(text, **first, **options))
 
     def _regenerate(self, _: str) -> None:

@@ -54,7 +54,8 @@ def run(args: argparse.Namespace, options: dict[str, Any]) -> int:
     asked: dict[str, Any] = {"model": args.model or models[0], "max_tokens": options["max_new_tokens"]}
     if args.temperature is not None:
         asked["temperature"] = args.temperature
-    asked |= {name: value for name in ("top_p", "seed") if (value := getattr(args, name)) is not None}
+    sent = ("top_p", "seed", "chat_template_kwargs")
+    asked |= {name: value for name in sent if (value := getattr(args, name)) is not None}
     return RemoteLoop(server, args.name, args.system, asked).talk()
 
 

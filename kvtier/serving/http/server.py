@@ -19,6 +19,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
+from kvtier.conversation.prompts import Prompts
 from kvtier.conversation.store import ConversationStore
 from kvtier.errors import ConfigError
 from kvtier.hf.engine.settings import token_by_token
@@ -55,6 +56,7 @@ class ServerOptions:
         max_body: bytes of a request.
         timeout: seconds that a client may take to send, and to read a part.
         drain: seconds that requests may take to finish at the end.
+        template: what the chat template is given besides messages, where a request says nothing else.
         origins: pages of which browsers may ask, such as "http://localhost:3000"; "*": of all.
     """
 
@@ -70,6 +72,7 @@ class ServerOptions:
     max_body: int = 16 << 20
     timeout: float = 60.0
     drain: float = 30.0
+    template: dict[str, Any] = field(default_factory=dict)
     origins: tuple[str, ...] = ()
 
 
@@ -88,6 +91,7 @@ class Server:
     """
 
     def __init__(self, model: Any, tokenizer: Any, options: ServerOptions) -> None:
+        Prompts(tokenizer, None, options.template)  # raises ConfigError
         self._options = options
         self._uvicorn: uvicorn.Server | None = None
         with contextlib.ExitStack() as stack:
@@ -104,7 +108,7 @@ class Server:
             limits = Limits(context, options.default_tokens, options.ttl, options.sessions)
             self.manager = EngineManager(engine, tokenizer, store=store, keys=self.keys, metrics=metrics, limits=limits)
             stack.callback(self.manager.stop)
-            served = Served(options.name, model, tokenizer, int(time.time()), context)
+            served = Served(options.name, model, tokenizer, int(time.time()), context, options.template)
             app = build(served, self.manager)
             app.router.lifespan_context = self._life
             self.app: ASGIApp = Door(

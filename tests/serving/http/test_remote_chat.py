@@ -88,6 +88,12 @@ def test_a_server_without_models_and_a_key_that_is_none_are_sentences(
         assert (status, "The key in KVTIER_API_KEY has characters" in err) == (2, True)
 
 
+def test_what_the_template_reads_is_the_servers_to_judge(running: Running, talk: Any) -> None:
+    status, _, err = talk("--url", running.url, "--chat-template-kwargs", '{"mood": 1}', lines="import os\n")
+    assert status == 2
+    assert "the server says 400: mood: the model's chat template does not read it" in err
+
+
 def test_only_data_is_read_of_the_events_of_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     sent = b': ping\n\nevent: message\nid: 1\nretry: 5\ndata: {"a": 1}\n\n:\n\ndata:{"a": 2}\r\n\r\ndata: [DONE]\n\n'
     monkeypatch.setattr(Connection, "_answer", lambda *args: io.BytesIO(sent))

@@ -649,7 +649,7 @@ def test_the_handlers_of_transformers_work_on_the_same_manager(running: Running,
     from kvtier.serving.http.app import State, build
     from kvtier.serving.http.handlers.handler import Served
 
-    served = Served(NAME, *trained, 0, 4096)
+    served = Served(NAME, *trained, 0, 4096, {})
     manager = running.server.manager
     handler = ChatCompletionHandler(served, State(manager))
     assert build(served, manager).router.routes

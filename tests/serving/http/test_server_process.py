@@ -127,6 +127,8 @@ def test_a_port_that_is_taken_and_packages_that_are_missing_are_said_in_a_senten
     template.write_text("{% for m in messages %}\n{{ m.content }\n{% endfor %}")
     assert main(["serve", str(PYLM), "--chat-template", str(template)]) == 2
     assert f"--chat-template {template}, line 2: " in capsys.readouterr().err
+    assert main(["serve", str(PYLM), "--default-chat-template-kwargs", '{"enable_thinking": false}']) == 2
+    assert "enable_thinking: leave it out" in capsys.readouterr().err
     monkeypatch.setattr(serve, "_PACKAGES", ("no_such_package",))
     assert main(["serve", str(PYLM)]) == 2
     assert "pip install 'kvtier[serve]'" in capsys.readouterr().err

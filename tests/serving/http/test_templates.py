@@ -32,7 +32,7 @@ def handler(trained: tuple[Any, Any]) -> Iterator[Any]:
     """Of a tokenizer whose template a test may set."""
     tokenizer = copy.copy(trained[1])
     made = Handler.__new__(Handler)
-    made.served = SimpleNamespace(tokenizer=tokenizer, model=trained[0], context=None)  # type: ignore[assignment]
+    made.served = SimpleNamespace(tokenizer=tokenizer, model=trained[0], context=None, template={})  # type: ignore[assignment]
     return made
 
 
@@ -179,6 +179,13 @@ def test_variables_that_a_template_reads_are_given_to_it(handler: Any) -> None:
     assert "hiEnglish" in text_of(handler, SETS_DEFAULTS, language="English")
     assert "look_up" in text_of(handler, SETS_DEFAULTS, TOOLS)
     assert names_read(SETS_DEFAULTS) == {"tools", "enable_thinking", "language", "messages"}
+
+
+def test_what_a_request_says_takes_the_place_of_what_the_server_gives_its_template(handler: Any) -> None:
+    handler.served.template = {"enable_thinking": False, "language": "English"}
+    assert "hiEnglish" in text_of(handler, SETS_DEFAULTS)
+    assert "hiEnglish?" not in text_of(handler, SETS_DEFAULTS)
+    assert "hiEnglish?" in text_of(handler, SETS_DEFAULTS, enable_thinking=True)
 
 
 @pytest.mark.parametrize("name", ["temperature", "style", "effort", "m", "e"])

@@ -6,7 +6,7 @@ import functools
 import inspect
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jinja2 import TemplateError, meta
@@ -15,6 +15,11 @@ from transformers.utils import chat_template_utils
 
 #: Parameters of every `apply_chat_template` that say what a prompt is.
 _OF_PROMPTS = frozenset(("tools", "documents", "add_generation_prompt"))
+
+#: Arguments of `apply_chat_template` that no caller of a chat gives among those of its template.
+NOT_OF_TEMPLATES = frozenset(
+    ("tokenize", "return_dict", "return_tensors", "chat_template", "messages", "conversation", "tools")
+)
 
 
 def is_processor(tokenizer: Any) -> bool:
@@ -55,6 +60,16 @@ def names_taken(tokenizer: Any, template: str) -> frozenset[str]:
     usual = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys() - _OF_PROMPTS
     own = inspect.signature(tokenizer.apply_chat_template).parameters.values()
     return frozenset(x.name for x in own if x.kind is not x.VAR_KEYWORD and x.name not in usual)
+
+
+def unread(tokenizer: Any, tools: Sequence[Any] | None, names: Iterable[str]) -> list[str]:
+    """Which of what is given besides messages changes no prompt of a tokenizer: tools, and others by name.
+
+    Raises:
+        ValueError: as of `template_of`.
+    """
+    read = names_taken(tokenizer, template_of(tokenizer, tools))
+    return [name for name in (*names, *(("tools",) if tools else ())) if name not in read]
 
 
 @functools.lru_cache(16)

@@ -11,7 +11,7 @@ from fastapi.responses import StreamingResponse
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.utils import BaseHandler, Modality
 
-from kvtier.hf.models.checkpoint.templates import makes_prompts, names_taken, template_of
+from kvtier.hf.models.checkpoint.templates import makes_prompts, unread
 from kvtier.serving.http.answers import Answers
 from kvtier.serving.http.manager import EngineManager
 from kvtier.serving.http.parsing import Parser, parsers_of
@@ -35,15 +35,19 @@ class Served(ModelManager):
         model, tokenizer: of Transformers.
         created: seconds since the epoch.
         context: tokens of a sequence, at the most; None: no limit is known.
+        template: what the chat template is given besides messages, where a request says nothing else.
     """
 
-    def __init__(self, name: str, model: Any, tokenizer: Any, created: int, context: int | None) -> None:
+    def __init__(
+        self, name: str, model: Any, tokenizer: Any, created: int, context: int | None, template: Mapping[str, Any]
+    ) -> None:
         # Not of the base class: that loads models as they are asked for.
         self.name = name
         self.model = model
         self.tokenizer = tokenizer
         self.created = created
         self.context = context
+        self.template = template
         self.force_model = name
         self.loaded_models = {name: model}
 
@@ -120,19 +124,18 @@ class Handler(BaseHandler):
         except RecursionError:  # Transformers copies the calls of tools
             raise invalid(self.field, "the arguments of a tool call nest too deeply") from None
         try:
-            template = template_of(tokenizer, asked.tools)
+            ignored = unread(tokenizer, asked.tools, asked.template)  # of the server's own all are read
         except ValueError as error:
             raise self._refused(error) from error
-        read = names_taken(tokenizer, template)
-        unread = [name for name in (*asked.template, *(("tools",) if asked.tools else ())) if name not in read]
-        if unread:
+        if ignored:
             raise Refusal(
-                400, f"{unread[0]}: the model's chat template does not read it.", code="unsupported", param=unread[0]
+                400, f"{ignored[0]}: the model's chat template does not read it.", code="unsupported", param=ignored[0]
             )
         if not makes_prompts(tokenizer):
             text = "".join(str(message["content"]) for message in plain)
             return self.ids_of(text)
-        given = {"tools": asked.tools, "add_generation_prompt": True} | asked.template
+        own = {"tools": asked.tools, "add_generation_prompt": True}
+        given = {**own, **self.served.template, **asked.template}
         try:
             if not may_fit(self.visit.size, self.served.context):  # none of its strings has more characters
                 self._check_fits(tokenizer.apply_chat_template(plain, tokenize=False, **given))

@@ -10,6 +10,7 @@ from typing import Any
 
 from kvtier.errors import ConfigError
 from kvtier.hf.engine.settings import check_settings
+from kvtier.hf.models.checkpoint.templates import NOT_OF_TEMPLATES
 from kvtier.serving.http.requests.refusals import invalid, shown
 
 #: Bounds of the interface.
@@ -374,8 +375,7 @@ def _tools(given: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 
 def _template(given: Mapping[str, Any]) -> dict[str, Any]:
     found = given.get("chat_template_kwargs", {})
-    barred = ("tokenize", "return_dict", "return_tensors", "chat_template", "messages", "conversation", "tools")
-    if not isinstance(found, dict) or any(name in found for name in barred):
+    if not isinstance(found, dict) or found.keys() & NOT_OF_TEMPLATES:
         raise invalid("chat_template_kwargs", "give an object of what the chat template reads")
     effort = given.get("reasoning_effort")
     reasoning = given.get("reasoning", {})

@@ -1,0 +1,66 @@
+"""`Prompts`: token ids of the messages of a chat, as its tokenizer makes them."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvtier.conversation.given import check_text, text_of
+from kvtier.errors import ConfigError
+from kvtier.hf.models.checkpoint.templates import NOT_OF_TEMPLATES, makes_prompts, unread
+
+#: What a chat gives a template itself.
+_OWN = NOT_OF_TEMPLATES | {"add_generation_prompt", "continue_final_message"}
+
+
+class Prompts:
+    """Makes prompts of messages: by a tokenizer's chat template or by code of its own; without either, contents are
+    joined.
+
+    Args:
+        tokenizer: of the model.
+        tools: that the model may call, as `apply_chat_template` takes them; None: none.
+        given: what else the template reads, by name.
+
+    Raises:
+        ConfigError: what makes no difference to a prompt, for the template does not read it; or is malformed.
+    """
+
+    def __init__(self, tokenizer: Any, tools: Sequence[Any] | None, given: Mapping[str, Any] | None) -> None:
+        if isinstance(tools, (str, bytes)) or not isinstance(tools, Sequence | None):
+            raise ConfigError(f"tools={reprlib.repr(tools)}: give a list of functions, or of their JSON schemas.")
+        if not isinstance(given, Mapping | None) or not all(isinstance(name, str) for name in given or ()):
+            raise ConfigError(f"chat_template_kwargs={reprlib.repr(given)}: give what the template reads, by name.")
+        self.tokenizer = tokenizer
+        self._has_code = makes_prompts(tokenizer)
+        self._options = dict(given or {})
+        own = sorted(self._options.keys() & _OWN)
+        if own:
+            raise ConfigError(f"chat_template_kwargs has {own[0]!r}, which a chat gives itself: leave it out.")
+        if self._options or tools:
+            self._check_read(tools)
+        if tools:
+            self._options["tools"] = list(tools)
+
+    def _check_read(self, tools: Sequence[Any] | None) -> None:
+        try:
+            ignored = unread(self.tokenizer, tools, self._options) if self._has_code else [*self._options, "tools"]
+        except ValueError as error:  # there are several templates
+            raise ConfigError(f"The tokenizer does not say which chat template is meant: {error}") from error
+        if ignored:
+            what = "chat template does not read it" if self._has_code else "tokenizer has no chat template"
+            raise ConfigError(f"{ignored[0]}: leave it out, for the model's {what}.")
+
+    def check(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Whether they are messages of text. Raises `ConfigError`."""
+        check_text(self.tokenizer, messages)
+
+    def ids_of(self, messages: Sequence[Mapping[str, Any]], *, answer: bool = True) -> list[int]:
+        """The ids of messages; `answer`: and of what begins an answer."""
+        if self._has_code:
+            options = {"add_generation_prompt": answer, "tokenize": True} | self._options
+            found = self.tokenizer.apply_chat_template(list(messages), **options)
+            ids = found["input_ids"] if isinstance(found, Mapping) else found
+            return [int(x) for x in ids]
+        return [int(x) for x in self.tokenizer("".join(map(text_of, messages)))["input_ids"]]
