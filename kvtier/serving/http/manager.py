@@ -250,8 +250,13 @@ class EngineManager(BaseGenerateManager):
         options: dict[str, Any] = dict(asked.settings, max_new_tokens=length)
         if asked.stop:
             options["stopping_criteria"] = [answers.answers[number].criterion(len(ids))]
+        processors: list[Any] = []
         if asked.presence or asked.frequency:
-            options["logits_processor"] = [Penalties(len(ids), asked.presence, asked.frequency)]
+            processors.append(Penalties(len(ids), asked.presence, asked.frequency))
+        if asked.grammar is not None:
+            processors.append(asked.grammar.processor(len(ids)))
+        if processors:
+            options["logits_processor"] = processors
         name, count = f"http-{next(self._numbers)}", asked.count if terms.samples else 1
         numbers = {name if not k else f"{name}#{k}": number + k for k in range(count)}
         options["num_return_sequences"] = count  # also 1: the model's own config may ask for more

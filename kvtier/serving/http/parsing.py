@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from transformers.cli.serving.utils import ResponseParser, get_response_template
@@ -12,14 +13,17 @@ from transformers.cli.serving.utils import ResponseParser, get_response_template
 Event = dict[str, Any]
 
 
-def parsers_of(tokenizer: Any, model: Any, ids: Sequence[int], tools: Any, count: int = 1) -> list[Parser | None]:
+def parsers_of(
+    tokenizer: Any, model: Any, ids: Sequence[int], tools: Any, count: int = 1, *, plain: bool = False
+) -> list[Parser | None]:
     """The parsers of several answers to a prompt, which is decoded and read once. None: Transformers has none for this
-    model.
+    model, or all that is said is text.
 
     Args:
         ids: of the prompt, with whose end an answer may have begun.
         tools: whose schemas say of what types arguments are.
         count: of answers.
+        plain: all is text, whatever it looks like, but for what the prompt has begun.
     """
     template = get_response_template(tokenizer, model)
     if template is None:
@@ -28,6 +32,10 @@ def parsers_of(tokenizer: Any, model: Any, ids: Sequence[int], tools: Any, count
     if spec.start_anchor_re.search(prompt) is None:  # Transformers would read all of the chat as a part of the answer
         prompt = tokenizer.decode(list(ids[_beginning(tokenizer, spec, ids) :]))
     first = Parser(spec, prefix=prompt, tools=tools)
+    if plain:
+        if first.begun is None:
+            return [None] * count
+        first.read_no_more()
     return [first, *(first.copy() for _ in range(count - 1))]
 
 
@@ -79,6 +87,8 @@ class Parser(ResponseParser):
     and is no part of what is said.
     """
 
+    _spec: Any
+
     def __init__(self, template: Any, *, prefix: str, tools: Any = None) -> None:
         self._region: int | None = None  # where the open region begins in the buffer, while nothing of it has been said
         self._own = 0  # where the model's own text does
@@ -97,6 +107,17 @@ class Parser(ResponseParser):
         made = cls.__new__(cls)
         made.__dict__.update(vars(other), initial_events=[], _region=0, _own=len(other._buffer))
         return made
+
+    @property
+    def begun(self) -> Any:
+        """What ends the region, as a thought, that the prompt has begun, a pattern; None: what comes next is text."""
+        field = None if self._current in (None, "content", self._implicit_name) else self._spec.fields[self._current]
+        return None if field is None else field.close_re
+
+    def read_no_more(self) -> None:
+        """No region begins from now on."""
+        fields = {name: x for name, x in self._spec.fields.items() if name in (self._current, self._implicit_name)}
+        self._spec = replace(self._spec, fields=fields)
 
     def reads(self, text: str) -> bool:
         """Whether a region begins or ends with what is in this text."""

@@ -79,7 +79,13 @@ REFUSED: dict[str, list[Any]] = {
     "no_such_field": [1],
 }
 OF_CHAT: dict[str, list[Any]] = {
-    "response_format": [{"type": "json_object"}],
+    "response_format": [
+        5,
+        {},
+        {"type": "grammar"},
+        {"type": "json_schema"},
+        {"type": "json_schema", "json_schema": {}},
+    ],
     "tool_choice": ["required", {"type": "function"}],
     "tools": [5, [5], [{"type": "web_search"}]],
     "parallel_tool_calls": [False],
@@ -112,7 +118,10 @@ OF_RESPONSES: dict[str, list[Any]] = {
     "previous_response_id": ["x"],
     "include": [["x"]],
     "truncation": ["auto"],
-    "text": [{"format": {"type": "json_object"}}, {"verbosity": "high"}, {"verbosity": 5}, {"style": "x"}, 5],
+    "text": [
+        *({"verbosity": "high"}, {"verbosity": 5}, {"style": "x"}, 5, {"format": 5}, {"format": {"type": "grammar"}}),
+        {"format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}},
+    ],
     "reasoning": [{"summary": "auto"}, 5],
     "instructions": [5, ["x"]],
     "input": [

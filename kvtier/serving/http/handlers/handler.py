@@ -16,6 +16,7 @@ from kvtier.serving.http.answers import Answers
 from kvtier.serving.http.manager import EngineManager
 from kvtier.serving.http.parsing import Parser, parsers_of
 from kvtier.serving.http.requests.asked import Asked
+from kvtier.serving.http.requests.grammars import Grammar, Grammars
 from kvtier.serving.http.requests.keys import VISIT, Visit
 from kvtier.serving.http.requests.lengths import check_fits, may_fit
 from kvtier.serving.http.requests.refusals import Refusal, invalid, too_long
@@ -48,6 +49,7 @@ class Served(ModelManager):
         self.created = created
         self.context = context
         self.template = template
+        self.grammars = Grammars(tokenizer, model)
         self.force_model = name
         self.loaded_models = {name: model}
 
@@ -186,7 +188,22 @@ class Handler(BaseHandler):
 
     def parsers(self, ids: Sequence[int], asked: Asked) -> list[Parser | None]:
         """Of the answers to a prompt."""
-        return parsers_of(self.served.tokenizer, self.served.model, ids, asked.tools, asked.count)
+        of = self.served.tokenizer, self.served.model
+        return parsers_of(*of, ids, asked.tools, asked.count, plain=asked.form is not None)
+
+    def grammar(self, asked: Asked, parser: Parser | None = None) -> Grammar | None:
+        """What holds an answer to the schema that is asked for; None: to none.
+
+        Args:
+            parser: of the answer, that knows what the prompt has begun.
+
+        Raises:
+            Refusal: there is no such thing.
+        """
+        if asked.form is None:
+            return None
+        begun = None if parser is None else parser.begun
+        return self.served.grammars.of(*asked.form, asked.settings.get("eos_token_id"), begun)
 
     def named(self, token: int, logprob: float, top: Sequence[tuple[int, float]] = ()) -> Named:
         """What a token and those that were likely at its place look like."""

@@ -6,12 +6,15 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvtier.errors import ConfigError
 from kvtier.hf.engine.settings import check_settings
 from kvtier.hf.models.checkpoint.templates import NOT_OF_TEMPLATES
 from kvtier.serving.http.requests.refusals import invalid, shown
+
+if TYPE_CHECKING:
+    from kvtier.serving.http.requests.grammars import Grammar
 
 #: Bounds of the interface.
 MAX_SAMPLES, MAX_STOPS, MAX_TOP_LOGPROBS = 128, 16, 20
@@ -79,7 +82,7 @@ _FIELDS = {
             "function_call",
         )
     ),
-    "completions": _COMMON | _OWN | _TEXT | frozenset(("prompt", "best_of", "echo", "suffix")),
+    "completions": _COMMON | _OWN | _TEXT | frozenset(("prompt", "best_of", "echo", "suffix", "response_format")),
     "responses": _COMMON
     | _OWN
     | frozenset(
@@ -121,6 +124,8 @@ class Asked:
         session, cache_salt: that the body names.
         tools: that the model may call.
         template: what the chat template is given besides messages.
+        form: the JSON schema of an answer, and the field that has it; None: it is any text.
+        grammar: made of that.
     """
 
     stream: bool = False
@@ -139,6 +144,8 @@ class Asked:
     cache_salt: str | None = None
     tools: list[dict[str, Any]] | None = None
     template: dict[str, Any] = field(default_factory=dict)
+    form: tuple[str, Mapping[str, Any]] | None = None
+    grammar: Grammar | None = None
 
 
 def asked_of(kind: str, body: Mapping[str, Any]) -> Asked:
@@ -172,6 +179,9 @@ def asked_of(kind: str, body: Mapping[str, Any]) -> Asked:
     found.cache_salt = read.name("cache_salt")
     found.tools = _tools(given)
     found.template = _template(given)
+    found.form = _form(given)
+    if found.form and found.tools:
+        raise invalid("tools", f"an answer that is held to {found.form[0]} calls nothing: leave out one of the two")
     if kind == "completions":
         found.top_logprobs = read.whole("logprobs", 0, MAX_TOP_LOGPROBS) or 0
         found.logprobs = "logprobs" in given
@@ -385,12 +395,37 @@ def _template(given: Mapping[str, Any]) -> dict[str, Any]:
     return found | ({} if effort is None else {"reasoning_effort": effort})
 
 
-#: What a text of a response is here anyway.
-_PLAIN: dict[str, tuple[Any, ...]] = {"format": (None, {"type": "text"}), "verbosity": (None, "medium")}
+def _form(given: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]] | None:
+    """The field that says which JSON schema an answer has, and that; None: it is any text."""
+    name = "text" if "text" in given else "response_format"
+    form = _format(given["text"]) if name == "text" else given.get(name)
+    if form is None:
+        return None
+    kind = form.get("type") if isinstance(form, dict) else form
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return name, {"type": "object"}
+    if kind != "json_schema":
+        raise invalid(name, f"{shown(kind)} is not supported: its type is 'text', 'json_object' or 'json_schema'")
+    # In a chat the schema has an object of its own.
+    within = form if name == "text" else form.get("json_schema")
+    schema = within.get("schema") if isinstance(within, dict) else None
+    if not isinstance(schema, dict):
+        raise invalid(name, "json_schema is an object with a name and a schema")
+    return name, schema
+
+
+def _format(text: Any) -> Any:
+    """The form of what a response says."""
+    known = isinstance(text, dict) and not text.keys() - {"format", "verbosity"}
+    if not known or text.get("verbosity") not in (None, "medium"):
+        raise invalid("text", f"{shown(text)} is not supported: give an object with a format")
+    return text.get("format")
+
+
 #: Fields that say what is the case here anyway, and what they may be.
 _ONLY: dict[str, Callable[[Any], bool]] = {
-    "response_format": lambda x: x == {"type": "text"},
-    "text": lambda x: isinstance(x, dict) and all(value in _PLAIN.get(name, ()) for name, value in x.items()),
     "service_tier": lambda x: x in ("auto", "default"),
     "modalities": lambda x: x == ["text"],
     "parallel_tool_calls": lambda x: x is True,

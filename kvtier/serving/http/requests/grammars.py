@@ -1,0 +1,149 @@
+"""Answers that are JSON of a schema: llguidance says which tokens may come next, in a processor of scores."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import threading
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvtier.hf.models import generation as of
+from kvtier.serving.http.requests.refusals import Refusal, fault, invalid
+
+#: White space between what JSON has: so much may come at a time. Else an unsure model writes nothing else.
+_SPACE = r"[ \t\n\r]{0,32}"
+#: Characters of what llguidance says of a schema.
+_LONGEST = 200
+#: Tokens of a thought that are read at each step for its end.
+_LATEST = 32
+
+
+class Grammars:
+    """Of one server: what its tokenizer makes of schemas.
+
+    Args:
+        tokenizer, model: of Transformers.
+    """
+
+    def __init__(self, tokenizer: Any, model: Any) -> None:
+        self._tokenizer, self._model = tokenizer, model
+        self._lock = threading.Lock()
+        self._made: Any = None
+
+    def of(self, field: str, schema: Mapping[str, Any], ends: Any, thought: re.Pattern[str] | None) -> Grammar:
+        """What holds answers to a schema.
+
+        Args:
+            field: of the request, that has it.
+            ends: token ids by which answers end, as a request gives them; None: the model's.
+            thought: with which the thought ends that the prompt has begun; None: it has begun none.
+
+        Raises:
+            Refusal: a schema that is none, or has what is not supported; a tokenizer that llguidance cannot read; there
+                is no llguidance.
+        """
+        if importlib.util.find_spec("llguidance") is None:
+            raise Refusal(400, f"{field}: this server has no llguidance. pip install llguidance.", param=field)
+        from llguidance import LLMatcher
+
+        if ends is not None and ends != self._model.generation_config.eos_token_id:
+            raise invalid(field, "such an answer ends where its JSON does, by the model's own end tokens")
+        tokenizer = self._of_tokenizer(field)
+        try:
+            grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={"whitespace_pattern": _SPACE})
+        except (ValueError, RecursionError) as error:
+            raise invalid(field, f"the schema is malformed: {error}") from error
+        matcher = LLMatcher(tokenizer, grammar, log_level=0)
+        if matcher.is_error():
+            why = " ".join(matcher.get_error().partition("<backtrace>")[0].split())[:_LONGEST]
+            raise invalid(field, f"the schema is malformed, or has what is not supported: {why}")
+        return Grammar(matcher, field, self._tokenizer, thought)
+
+    def _of_tokenizer(self, field: str) -> Any:
+        """The tokenizer as llguidance has it, made once: it takes a second."""
+        from llguidance.hf import from_tokenizer
+
+        with self._lock:
+            if self._made is None:
+                ends = self._model.generation_config.eos_token_id
+                if ends is None:
+                    raise Refusal(400, f"{field}: this model has no token that ends an answer.", param=field)
+                ends = list(ends) if isinstance(ends, Iterable) else [ends]
+                try:
+                    self._made = from_tokenizer(self._tokenizer, of.vocabulary_of(self._model), ends)
+                except Exception as error:  # of what it reads, which may be anything
+                    fault(error, "unsupported")  # for whoever runs the server
+                    text = f"{field}: llguidance cannot read this model's tokenizer."
+                    raise Refusal(400, text, code="unsupported", param=field) from error
+            return self._made
+
+
+class Grammar:
+    """What the answers to a request are held to.
+
+    Args:
+        matcher: of llguidance, that has seen nothing.
+        field: of the request, that asks for it.
+        tokenizer: of Transformers.
+        thought: see `Grammars.of`.
+    """
+
+    def __init__(self, matcher: Any, field: str, tokenizer: Any, thought: re.Pattern[str] | None) -> None:
+        self.matcher, self.field, self.tokenizer, self.thought = matcher, field, tokenizer, thought
+
+    def processor(self, prompt: int) -> GrammarProcessor:
+        """Of an answer to a prompt of so many tokens."""
+        return GrammarProcessor(self, prompt)
+
+
+class GrammarProcessor:
+    """A processor of scores: bars the tokens with which one answer would be none of its grammar.
+
+    Args:
+        grammar: of the answer.
+        seen: tokens that are none of it: the prompt's.
+    """
+
+    def __init__(self, grammar: Grammar, seen: int) -> None:
+        self._grammar = grammar
+        self._seen = seen
+        self._matcher = grammar.matcher.deep_copy()
+        self._thought: list[int] | None = None if grammar.thought is None else []
+
+    def __deepcopy__(self, memo: object) -> GrammarProcessor:
+        """Of another answer to the same prompt."""
+        return GrammarProcessor(self._grammar, self._seen)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Scores `[1, vocabulary]` behind ids `[1, tokens]`."""
+        new = input_ids[0, self._seen :].tolist()
+        self._seen += len(new)
+        for token in new:
+            if self._thought is None:
+                self._matcher.consume_token(token)
+            else:
+                self._think(token)
+        if self._thought is not None:
+            return scores
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        if self._matcher.is_error():
+            why = self._matcher.get_error().partition("\n")[0]  # behind it is the state of the grammar
+            raise invalid(self._grammar.field, f"the schema cannot be followed: {why}")
+        allowed = torch.zeros(scores.shape[-1], dtype=torch.bool)
+        known = torch.from_numpy(np.unpackbits(bits, count=min(8 * len(bits), len(allowed)), bitorder="little"))
+        allowed[: len(known)] = known.bool()
+        return scores.masked_fill(~allowed.to(scores.device), -torch.inf)
+
+    def _think(self, token: int) -> None:
+        """What the prompt has begun is no part of the grammar, up to its end."""
+        assert self._thought is not None
+        assert self._grammar.thought is not None
+        self._thought = [*self._thought[1 - _LATEST :], token]
+        text = self._grammar.tokenizer.decode(self._thought)
+        if any(found.end() > found.start() for found in self._grammar.thought.finditer(text)):
+            self._thought = None
