@@ -8,22 +8,27 @@ import signal
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 
 def in_fork(act: Callable[[], object]) -> None:
     """Do something in a process that is forked now. What hangs there ends by a signal."""
     child = os.fork()
     if not child:
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(60)
-        try:
-            act()
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
+        ends_with(act)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def ends_with(act: Callable[[], object]) -> NoReturn:
+    """Do something in this process, which was forked, and end it."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(60)
+    try:
+        act()
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from pathlib import Path
@@ -9,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from disks import disk_of, states_of
 from families import build_model, tiny_model
-from forked import held_by_a_thread, in_fork
+from forked import ends_with, held_by_a_thread, in_fork
 from test_store import GREEDY, fresh, ones, some_ids, store_of
 
-from kvtier import BudgetError, TieredKVCache
+from kvtier import BudgetError, ConfigError, TieredKVCache
 from kvtier.conversation.disk.disk import Disk
+from kvtier.conversation.disk.tools.contents import contents
 from kvtier.conversation.saved.archive import Archive
 
 
@@ -130,3 +133,39 @@ def test_a_call_of_the_parent_does_not_keep_the_child_from_closing(where: str, t
             thread.join(60)
         assert torch.equal(found[0], fresh(model, ones(some_ids(30))))
         store.check_integrity()
+
+
+@pytest.mark.parametrize("within", [False, True], ids=["between two saves", "within one"])
+def test_what_was_open_at_a_fork_is_refused_in_the_child_when_the_parent_has_closed_it(
+    within: bool, tmp_path: Path
+) -> None:
+    """SQLite would take the parent's locks for its own: whoever reads the folder meanwhile would cut the index of the
+    log, which ends a process that has it mapped; and a save that went on at the fork would never end."""
+    disk, (hear, tell) = disk_of(tmp_path), os.pipe()
+    assert disk.save_conversation("a", {"ids": [1]})
+    with disk._manifest.transaction() if within else contextlib.nullcontext():
+        child = os.fork()
+        if not child:
+
+            def opens() -> None:
+                os.read(hear, 1)
+                for act in (lambda: disk_of(tmp_path), lambda: contents(tmp_path)):
+                    with pytest.raises(ConfigError, match="was open in the process that this one was forked from"):
+                        act()
+                disk_of(tmp_path / "elsewhere").close()
+
+            ends_with(opens)
+    disk.close()
+
+    def goes_on() -> None:
+        disk = disk_of(tmp_path)
+        assert states_of(disk) == {"a": {"ids": [1]}}
+        assert disk.save_conversation("b", {"ids": [2]})
+        disk.close()
+
+    in_fork(goes_on)
+    os.write(tell, b"x")
+    assert os.waitpid(child, 0)[1] == 0
+    for handle in (hear, tell):
+        os.close(handle)
+    assert list(contents(tmp_path).conversations) == ["a", "b"]

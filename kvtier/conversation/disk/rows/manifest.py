@@ -40,6 +40,9 @@ _WAIT = 5
 _INCREMENTAL = 2
 #: `used` beyond this is damage.
 _LATEST = 2**60
+#: Databases that were open in the parent of this process when that forked, by device and inode. SQLite keeps the locks
+#: of a process by these: here it would take those of the parent for its own, and other processes would not heed it.
+_inherited = set[tuple[int, int]]()
 
 _SCHEMA = (
     "CREATE TABLE IF NOT EXISTS about (name TEXT PRIMARY KEY, value TEXT)",
@@ -105,7 +108,8 @@ class Manifest:
         db: the connection, for those who own the rows of other tables: see `ConversationRows`.
 
     Raises:
-        ConfigError: it is of another model or version, is something else, or is damaged.
+        ConfigError: it is of another model or version, is something else, or is damaged; or this process was forked
+            from one that had it open then.
     """
 
     def __init__(
@@ -120,6 +124,13 @@ class Manifest:
         self._read_only = read_only
         self._owner = os.getpid()
         self._reserve = reserve
+        self._identity = _identity(file)
+        if self._identity in _inherited:
+            raise ConfigError(
+                f"{file} was open in the process that this one was forked from, and SQLite would take the locks of "
+                "that one for its own. Open the folder in a process that is forked while no store has it open, or that "
+                "is started otherwise, as multiprocessing's 'spawn' does."
+            )
         self._settle()
         try:
             # On a disk that nobody can write to, as of a backup, SQLite could not make the files of its log.
@@ -406,11 +417,21 @@ class Manifest:
             return
         with contextlib.suppress(sqlite3.Error):
             self.db.close()
+            self._identity = None
 
     def forked(self) -> None:
         """As of `Inherited`. A connection that is the parent's must not be closed here, not even when this process
         ends: SQLite takes a log that is of no use to it for one that is of no use to anybody, and removes it."""
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.db))  # so that nothing ever frees it
+        if self._identity is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.db))  # so that nothing ever frees it
+            _inherited.add(self._identity)
+
+
+def _identity(file: Path) -> tuple[int, int] | None:
+    with contextlib.suppress(OSError):  # SQLite says what is wrong
+        found = os.stat(file)
+        return found.st_dev, found.st_ino
+    return None
 
 
 def _is_frozen(file: Path) -> bool:
