@@ -7,6 +7,7 @@ import errno
 import os
 import random
 import shutil
+import sqlite3
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from test_store import GREEDY, fresh, ones, some_ids, store_of
 
 from kvtier import ConfigError, StoreInUseError
 from kvtier.conversation.disk.disk import Disk
+from kvtier.conversation.disk.files.folder import MANIFEST
+from kvtier.conversation.disk.rows import manifest
 from kvtier.conversation.disk.tools.contents import contents, verify
 from kvtier.conversation.disk.tools.upkeep import Upkeep, unreferred
 from kvtier.conversation.index import packed
@@ -282,6 +285,23 @@ def test_nobody_puts_a_folder_in_order_that_is_open_and_anybody_may_read_it(tmp_
         assert verify(tmp_path) == (1, disk.room.nbytes - 512 - 24, [])
         save(disk, [1, 2, 3, 4])
         assert len(contents(tmp_path).rows) == 2
+
+
+def test_a_database_that_another_process_has_locked_is_not_said_to_be_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one does that is stopped while it opens or closes the folder."""
+    with disk_of(tmp_path) as disk:
+        save(disk, [1, 2, 3])
+    monkeypatch.setattr(manifest, "_WAIT", 0.1)
+    with closing(sqlite3.connect(tmp_path / MANIFEST, isolation_level=None)) as other:
+        other.execute("PRAGMA locking_mode=EXCLUSIVE")
+        other.execute("BEGIN IMMEDIATE")
+        for use in (contents, verify, Upkeep, open_disk):
+            with pytest.raises(ConfigError, match=r"another process has it locked.* Nothing is lost") as refused:
+                use(tmp_path)
+            assert "move it away" not in str(refused.value)
+    assert len(contents(tmp_path).rows) == 1
 
 
 def test_reading_and_putting_in_order_make_no_folder(tmp_path: Path) -> None:

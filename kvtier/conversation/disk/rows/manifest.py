@@ -108,8 +108,8 @@ class Manifest:
         db: the connection, for those who own the rows of other tables: see `ConversationRows`.
 
     Raises:
-        ConfigError: it is of another model or version, is something else, or is damaged; or this process was forked
-            from one that had it open then.
+        ConfigError: it is of another model or version, is something else, or is damaged; another process has it
+            locked; or this process was forked from one that had it open then.
     """
 
     def __init__(
@@ -169,6 +169,11 @@ class Manifest:
             raise self._refused(error) from error  # bytes that are no string are a ValueError
 
     def _refused(self, error: Exception) -> ConfigError:
+        if getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF == sqlite3.SQLITE_BUSY:
+            return ConfigError(
+                f"{self.file} cannot be used now: another process has it locked, perhaps one that is stopped, and has "
+                f"not let it go for {_WAIT} seconds. Nothing is lost: try again when that one goes on, or has ended."
+            )
         return ConfigError(
             f"{self.file} is no manifest of saved sequences, is damaged, or cannot be used: {error}. Make sure that "
             "there is room and that it may be written, or move it away to begin with an empty folder."
