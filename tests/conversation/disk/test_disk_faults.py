@@ -367,9 +367,10 @@ def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("budget", ["None", "64 * 2**20"])
-def test_what_is_saved_is_removed_from_a_disk_that_is_full(budget: str, tmp_path: Path) -> None:
+def test_what_is_saved_is_read_and_removed_from_a_disk_that_is_full(budget: str, tmp_path: Path) -> None:
     script = """
         from kvtier.conversation.disk.files.reserve import RESERVE
+        from kvtier.conversation.disk.tools.contents import contents
         from kvtier.conversation.disk.tools.upkeep import Upkeep
 
         def fill():
@@ -391,6 +392,7 @@ def test_what_is_saved_is_removed_from_a_disk_that_is_full(budget: str, tmp_path
             if not is_open: disk.close()
             fill()
             assert free() == 0
+            assert len(contents(folder).conversations) == 40
             if is_open:
                 for n in range(20):
                     disk.drop_conversation(str(n))

@@ -1,7 +1,7 @@
 """`Reserve`: room on the disk that is kept for removing what is saved.
 
 To remove something from a database takes room in its log, and to open a database makes files. So a disk that is full of
-saved sequences could not be emptied: neither by a store nor by `kvtier store rm`.
+saved sequences could not be emptied, nor looked at: neither by a store nor by `kvtier store rm` and `kvtier store ls`.
 """
 
 from __future__ import annotations
@@ -55,15 +55,18 @@ class Reserve:
             os.unlink(self._file)
             self._is_there = False
 
-    def settle(self) -> None:
-        """Give it up where the disk has less room than it takes; make it where there is plenty."""
+    def settle(self) -> bool:
+        """Give it up where the disk has less room than it takes; make it where there is plenty. Whether it was given
+        up."""
         with contextlib.suppress(OSError):
             disk = os.statvfs(self._file.parent)
             left = disk.f_bavail * disk.f_frsize
             if self._is_there and left < SIZE:
                 self.remove()
-            elif not self._is_there and left >= PLENTY * SIZE and self._is_within():
+                return not self._is_there
+            if not self._is_there and left >= PLENTY * SIZE and self._is_within():
                 self._make()
+        return False
 
     def _is_within(self) -> bool:
         within = None if self._within is None else self._within()

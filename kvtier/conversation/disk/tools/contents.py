@@ -18,6 +18,7 @@ from typing import Any
 from kvtier.conversation.disk.chunks import Chunks
 from kvtier.conversation.disk.files.files import Damaged, read_tensors
 from kvtier.conversation.disk.files.folder import MANIFEST, file_of
+from kvtier.conversation.disk.files.reserve import Reserve
 from kvtier.conversation.disk.keys import computed_by
 from kvtier.conversation.disk.rows.conversations import ConversationRows, ids_of
 from kvtier.conversation.disk.rows.manifest import Manifest, Row
@@ -155,7 +156,12 @@ def opened(directory: str | Path) -> Iterator[Manifest]:
     """
     path = Path(directory).absolute()
     check_there(path)
-    manifest = Manifest(path / MANIFEST, None, read_only=True)
+    try:
+        manifest = Manifest(path / MANIFEST, None, read_only=True)
+    except ConfigError:  # on a disk that is full, SQLite cannot make the index that it reads a log by
+        if not Reserve(path).settle():
+            raise
+        manifest = Manifest(path / MANIFEST, None, read_only=True)
     try:
         yield manifest
     finally:
