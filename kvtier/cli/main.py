@@ -50,23 +50,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except BrokenPipeError as error:
         if not _reader_is_gone():
-            print(f"kvtier: {store.plain(str(error), lines=True)}", file=sys.stderr)
+            _tell(str(error))
             return 2
         return 141
     except (KVTierError, OSError) as error:
-        print(f"kvtier: {store.plain(with_flags(str(error)), lines=True)}", file=sys.stderr)
+        _tell(with_flags(str(error)))
         return 2
     except KeyboardInterrupt:
-        print("kvtier: interrupted", file=sys.stderr)
+        _tell("interrupted")
         return 130
+
+
+def _tell(why: str) -> None:
+    """The status says it, too, where nothing can be written, as to a log on a disk that is full."""
+    with contextlib.suppress(OSError):
+        print(f"kvtier: {store.plain(why, lines=True)}", file=sys.stderr)
 
 
 def _open_streams() -> None:
     """Whoever starts a command may close its standard streams, as `<&-` and `>&-` do. Python has None in their place:
     then nothing is read, and what is printed is dropped."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - as long as the process lasts
+        if getattr(sys, name) is None:  # as Python's own, it is not closed with the process, which would warn of that
+            setattr(sys, name, open(os.open(os.devnull, os.O_RDWR), mode, encoding="utf-8", closefd=False))  # noqa: SIM115
 
 
 def _print_any_text() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import subprocess
@@ -135,3 +136,18 @@ def test_closed_streams_read_nothing_and_drop_what_is_printed(monkeypatch: pytes
         input()
     for name in ("stdin", "stdout", "stderr"):
         getattr(sys, name).close()
+
+
+def test_streams_that_are_closed_are_no_warning_as_the_process_ends() -> None:
+    command = ["sh", "-c", '"$0" -W error -m kvtier --version <&- >&-', sys.executable]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stderr) == (0, "")
+
+
+def test_an_error_that_cannot_be_written_is_in_the_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(sys, "stderr", Full())
+    assert main(["store", "ls", "/nonexistent"]) == 2
