@@ -312,6 +312,16 @@ def test_reading_and_putting_in_order_make_no_folder(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_folder_of_a_process_that_was_killed_as_it_made_it_holds_nothing(tmp_path: Path) -> None:
+    (tmp_path / MANIFEST).touch()
+    for use in (contents, verify, Upkeep):
+        with pytest.raises(ConfigError, match="holds no saved sequences"):
+            use(tmp_path)
+    with disk_of(tmp_path) as disk:
+        save(disk, [1, 2, 3])
+    assert len(contents(tmp_path).rows) == 1
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_a_model_has_the_tokens_of_a_new_cache_after_merging(name: str, tmp_path: Path) -> None:
     model, ids = tiny_model(name), some_ids(40)

@@ -185,6 +185,8 @@ class Manifest:
         Raises:
             sqlite3.Error: the database is damaged.
         """
+        if not self.db.execute("SELECT 1 FROM sqlite_master").fetchone():
+            return {}  # whoever makes the folder has not come to its tables, or was killed before
         # In a damaged one there is anything.
         return {str(name): str(value) for name, value in self.db.execute("SELECT name, value FROM about")}
 
