@@ -906,6 +906,33 @@ def test_a_conversation_whose_name_is_damaged_is_not_overwritten(tmp_path: Path)
     disk.close()
 
 
+def test_a_conversation_is_read_though_the_index_of_names_is_of_an_earlier_moment(tmp_path: Path) -> None:
+    """As where somebody has put a folder together from a database and a log of two copies."""
+
+    def index() -> tuple[int, bytes]:
+        with contextlib.closing(sqlite3.connect(tmp_path / MANIFEST)) as db:
+            select = "SELECT rootpage FROM sqlite_master WHERE name = 'sqlite_autoindex_conversations_1'"
+            (page,), (size,) = db.execute(select).fetchone(), db.execute("PRAGMA page_size").fetchone()
+        at = (page - 1) * size
+        return at, (tmp_path / MANIFEST).read_bytes()[at : at + size]
+
+    said = {"a": {"ids": [1]}, "b": {"ids": [2, 3]}}
+    for name, state in said.items():
+        at, before = (0, b"") if name == "a" else index()
+        disk = disk_of(tmp_path)
+        disk.save_conversation(name, state)
+        disk.close()
+    with (tmp_path / MANIFEST).open("r+b") as file:
+        file.seek(at)
+        file.write(before)
+    disk = disk_of(tmp_path)
+    assert (states_of(disk), disk.damaged, disk.problem) == (said, 0, "")
+    said["b"] = {"ids": [2, 3, 4]}
+    assert disk.save_conversation("b", said["b"])
+    assert list(disk._conversations.all()) == list(said.items()), "a name is there once"
+    disk.close()
+
+
 def test_damage_to_a_history_that_was_saved_at_once_costs_what_follows(tmp_path: Path) -> None:
     """One that was forked, say."""
     messages = [{"role": "user", "content": f"{n} " + "x" * 3000} for n in range(200)]

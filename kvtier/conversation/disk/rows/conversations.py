@@ -260,7 +260,7 @@ class ConversationRows:
         return found is not None and type(found[0]) is str and digest_of(name, found[0]) == found[1]
 
     def read(self, name: str, written: Written | None = None) -> dict[str, Any] | None:
-        """The state of a conversation; None: there is none, or it is not what was written.
+        """The state of a conversation that is listed; None: it is not what was written.
 
         Args:
             written: what is saved of it, from now on.
@@ -268,10 +268,14 @@ class ConversationRows:
         Raises:
             sqlite3.Error, ValueError: the database is damaged.
         """
-        packed = _name(name)
-        for state, digest in self._db.execute("SELECT state, digest FROM conversations WHERE name = ?", (packed,)):
-            return self._state(packed, state, digest, written)
-        return None
+        packed, select = _name(name), "SELECT state, digest FROM conversations WHERE name = ?"
+        found = self._db.execute(select, (packed,)).fetchone()
+        if found is None:
+            # The names are listed without their index, and that is damaged, or of another moment: somebody has put
+            # together a folder of parts.
+            self._db.execute("REINDEX conversations")
+            found = self._db.execute(select, (packed,)).fetchone()
+        return None if found is None else self._state(packed, found[0], found[1], written)
 
     def all(self) -> Iterator[tuple[str, dict[str, Any]] | None]:
         """All that are saved: the name and the state of each; None for one that is damaged.
