@@ -156,6 +156,18 @@ class Calls:
         key, longest = (depends.computed_as, salt), self._longest(ids, kwargs)
         return Call(ids, mask, pads, rows, expand, longest, key, depends, [0] * len(rows)), ""
 
+    def prompts(self, ids: Any, kwargs: dict[str, Any]) -> list[int]:
+        """Tokens of each row of a prompt, without padding on the left; none, where these are no token ids."""
+        if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
+            return [0] * (ids.shape[0] if isinstance(ids, torch.Tensor) and ids.dim() else 1)
+        mask = kwargs.get("attention_mask")
+        if mask is None and hasattr(self._model, "generation_config"):
+            mask = self._default_mask(ids, kwargs)
+        if not isinstance(mask, torch.Tensor) or mask.shape != ids.shape:
+            return [ids.shape[1]] * len(ids)
+        found: list[int] = (mask.ne(0).cumsum(1) > 0).sum(1).tolist()
+        return found
+
     def _default_mask(self, ids: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
         """The mask that `generate` infers: what is a padding token, and no token that ends a sequence."""
         pad, ends = (of.setting(name, self._model, kwargs) for name in ("pad_token_id", "eos_token_id"))

@@ -6,8 +6,6 @@ import contextlib
 from collections.abc import Hashable
 from typing import Any
 
-import torch
-
 from kvtier.conversation.caches import Caches
 from kvtier.conversation.calls.call import Calls
 from kvtier.conversation.calls.encoder import EncoderReuse
@@ -89,12 +87,11 @@ class Generating:
 
     def _plain(self, ids: Any, kwargs: dict[str, Any], named: bool, why: str) -> tuple[Any, tuple[RowReuse, ...]]:
         """A call that re-uses nothing."""
-        rows = ids.shape[0] if isinstance(ids, torch.Tensor) and ids.dim() else 1
-        tokens = ids.shape[1] if isinstance(ids, torch.Tensor) and ids.dim() == 2 else 0
+        rows = tuple(RowReuse(tokens, 0, tokens, why) for tokens in self._calls.prompts(ids, kwargs))
         with contextlib.ExitStack() as stack:
             if self._calls.takes_cache and of.setting("use_cache", self._model, kwargs) is not False:
                 kwargs[of.cache_argument(self._model)] = stack.enter_context(self._caches.plain())
-            return of.generate(self._model, ids, kwargs, named), (RowReuse(tokens, 0, tokens, why),) * rows
+            return of.generate(self._model, ids, kwargs, named), rows
 
     def stats(self, disk: Disk | None) -> StoreStats:
         """What is kept and what that was good for, now.

@@ -99,6 +99,25 @@ def test_a_model_that_keeps_positions_of_tokens_continues() -> None:
             assert store.reuse[1].cached == cached
 
 
+@pytest.mark.filterwarnings("ignore:No layer of this model:RuntimeWarning")
+@pytest.mark.parametrize("mask", [True, False], ids=["with a mask", "without one"])
+@pytest.mark.parametrize(("name", "options"), [("mamba2", {}), ("llama", {"use_cache": False})])
+def test_padding_is_no_part_of_a_history_where_a_call_re_uses_nothing(
+    name: str, options: dict[str, Any], mask: bool
+) -> None:
+    model = made(name)
+    model.generation_config.pad_token_id = 0
+    ids = torch.nn.functional.pad(some(9), (5, 0))
+    inputs = {"input_ids": ids, "attention_mask": (ids != 0).long()}
+    right = model.generate(**inputs, **GREEDY, **options)
+    with store_of(model) as store:
+        chat = store.open("a")
+        assert torch.equal(chat.generate(**(inputs if mask else {"input_ids": ids}), **GREEDY, **options), right)
+        assert chat.reuse is not None
+        assert (chat.reuse.prompt, chat.reuse.cached) == (9, 0)
+        assert chat.ids == right[0, 5:].tolist()
+
+
 def test_what_is_dropped_in_between_is_computed_at_its_own_positions() -> None:
     model = made("roberta", is_decoder=True, max_position_embeddings=200)  # which begins at 1 where it is told none
     with store_of(model) as store:
