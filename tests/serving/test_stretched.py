@@ -3,11 +3,14 @@ sequence has the frequencies of its own length, and the model those that it had 
 
 from __future__ import annotations
 
+import threading
+import time
 from contextlib import closing
 from typing import Any
 
 import pytest
 import torch
+import workloads
 from cut_short import interrupted
 from families import build_model, prompt_ids
 from transformers import PreTrainedModel
@@ -96,6 +99,36 @@ def test_several_samples_of_a_prompt_are_those_of_generate() -> None:
     with closing(engine_of(model_of())) as engine:
         name = engine.add_request(prompt, max_new_tokens=NEW, do_sample=True, top_k=1, num_return_sequences=2)
         assert found(engine, [name, f"{name}#1"]) == [EXPECTED[1]] * 2
+
+
+@pytest.mark.parametrize("rope", ["dynamic", "longrope"])
+def test_engines_of_a_model_in_threads_of_their_own_have_its_frequencies_in_turn(rope: str) -> None:
+    model = model_of() if rope == "dynamic" else workloads.model_of("phi3_longrope")
+    right = EXPECTED if rope == "dynamic" else [generated(model, prompt) for prompt in PROMPTS]
+    inside, most = list[int](), list[int]()
+
+    def enters(*_: Any) -> None:
+        inside.append(threading.get_ident())
+        time.sleep(0.001)
+        most.append(len(set(inside)))
+
+    def leaves(*_: Any) -> None:
+        inside.remove(threading.get_ident())
+
+    rotary, engines = model.model.rotary_emb, [engine_of(model) for _ in range(2)]
+    mine = rotary.inv_freq, rotary.inv_freq.clone()
+    with rotary.register_forward_pre_hook(enters), rotary.register_forward_hook(leaves):
+        for engine in engines:
+            engine.start()
+        names = [added(engine) for engine in engines]
+        for engine, those in zip(engines, names, strict=True):
+            assert [engine.wait(name, timeout=60).generated_tokens for name in those] == right
+        for engine in engines:
+            engine.close()
+    assert set(most) == {1}
+    if rope == "dynamic":
+        assert rotary.inv_freq is mine[0]
+        assert torch.equal(*mine)
 
 
 @pytest.mark.parametrize("left", range(1, 60, 7))
