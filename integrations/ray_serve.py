@@ -40,11 +40,12 @@ TURNS = {
 
 #: Of the body of a request over HTTP: the arguments of `answer`, and what they are.
 FIELDS = {"ids": list, "conversation": str, "max_new_tokens": int}
-#: What is wrong with a request, and how the server of `kvtier serve` says it: a status of HTTP, a word for programs.
+#: Why there is no answer, and how the server of `kvtier serve` says it: a status of HTTP, a word for programs.
 REFUSED: dict[type[Exception], tuple[int, str]] = {
     kvtier.ConfigError: (400, "invalid_value"),
     kvtier.BudgetError: (400, "budget_exceeded"),
     kvtier.QueueFullError: (429, "queue_full"),
+    kvtier.ClosedError: (503, "shutting_down"),
 }
 
 
@@ -63,11 +64,11 @@ def arguments_in(body: bytes) -> dict[str, Any]:
 
 
 def refusal_of(error: Exception) -> JSONResponse:
-    """How a client is told what is wrong with its request."""
+    """How a client is told why it has no answer."""
     status, code = next(said for kind, said in REFUSED.items() if isinstance(error, kind))
-    what = "rate_limit_error" if status == 429 else "invalid_request_error"
+    what = {429: "rate_limit_error", 503: "server_error"}.get(status, "invalid_request_error")
     body = {"error": {"message": str(error), "type": what, "param": None, "code": code}}
-    return JSONResponse(body, status, {"Retry-After": "1"} if status == 429 else None)
+    return JSONResponse(body, status, {"Retry-After": "1"} if status in (429, 503) else None)
 
 
 @serve.deployment(
@@ -117,6 +118,8 @@ class Chat:
         output = outputs[0]
         if output.error is not None:
             raise output.error
+        if output.finish_reason == "cancelled":
+            raise kvtier.ClosedError("This replica ends before the answer does. Ask again: another one has it.")
         return {"tokens": output.generated_tokens, "cached": output.cached_tokens, "replica": self.replica}
 
     async def __call__(self, request: Any) -> Any:

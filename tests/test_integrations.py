@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 import torch
 
+from kvtier import ClosedError
+
 FOLDER = Path(__file__).resolve().parent.parent / "integrations"
 
 
@@ -137,6 +139,22 @@ def test_a_replica_takes_what_is_right_and_says_when_its_queue_is_full(chat: Any
     chat.engine.add_request([5, 6], max_new_tokens=2)
     refused = ask_over_http(chat, data)
     assert (refused.status_code, refused.headers["Retry-After"]) == (429, "1")
+    chat.engine.close()
+    refused = ask_over_http(chat, data)
+    assert (refused.status_code, refused.headers["Retry-After"]) == (503, "1")
+    assert json.loads(refused.body)["error"]["type"] == "server_error"
+
+
+def test_an_answer_that_its_replica_did_not_finish_is_none(chat: Any) -> None:
+    async def ask() -> None:
+        asked = asyncio.create_task(chat.answer([5, 6, 7], "ada", 2000))
+        while not chat.engine.steps:
+            await asyncio.sleep(0.01)
+        await asyncio.to_thread(chat.engine.close)
+        with pytest.raises(ClosedError, match="Ask again"):
+            await asked
+
+    asyncio.run(ask())
 
 
 def ask_over_http(chat: Any, data: bytes) -> Any:
