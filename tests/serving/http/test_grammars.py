@@ -242,3 +242,14 @@ def test_a_schema_that_cannot_be_followed_is_a_400(client: openai.OpenAI) -> Non
     for more in ({"ignore_eos": True}, {"generation_config": {"eos_token_id": 7}}):
         with pytest.raises(openai.BadRequestError, match="own end tokens"):
             client.chat.completions.create(**ask, response_format={"type": "json_object"}, extra_body=more)
+
+
+@pytest.mark.parametrize("more", [{"min_tokens": 40}, {"generation_config": {"no_repeat_ngram_size": 1}}])
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_settings_that_bar_all_that_a_schema_allows_are_a_400_and_no_other_answer(
+    more: dict[str, Any], temperature: float, client: openai.OpenAI
+) -> None:
+    form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": "aaa bbb aaa"}}}
+    ask: dict[str, Any] = {"model": NAME, "messages": [{"role": "user", "content": "p ="}], "max_tokens": 60}
+    with pytest.raises(openai.BadRequestError, match="response_format: other settings of the request bar all tokens"):
+        client.chat.completions.create(**ask, temperature=temperature, response_format=form, extra_body=more)

@@ -137,7 +137,10 @@ class GrammarProcessor:
         allowed = torch.zeros(scores.shape[-1], dtype=torch.bool)
         known = torch.from_numpy(np.unpackbits(bits, count=min(8 * len(bits), len(allowed)), bitorder="little"))
         allowed[: len(known)] = known.bool()
-        return scores.masked_fill(~allowed.to(scores.device), -torch.inf)
+        found = scores.masked_fill(~allowed.to(scores.device), -torch.inf)
+        if not bool((found > -torch.inf).any()):
+            raise invalid(self._grammar.field, "other settings of the request bar all tokens that may come next")
+        return found
 
     def _think(self, token: int) -> None:
         """What the prompt has begun is no part of the grammar, up to its end."""
