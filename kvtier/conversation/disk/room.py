@@ -92,8 +92,9 @@ class Room:
             return self.budget is None or self.nbytes + self._apart + nbytes <= self.budget
 
     def is_within(self) -> bool:
-        """Whether all is within the budget. Without the folder's lock, which others take before the manifest's."""
-        return self.budget is None or self.nbytes + self._apart <= self.budget
+        """Whether the folder is there still, and all in it within the budget. Without the folder's lock, which others
+        take before the manifest's."""
+        return self._folder.there() and (self.budget is None or self.nbytes + self._apart <= self.budget)
 
     def leaves(self, nbytes: int, parent: Chunk | None) -> str:
         """Why so many bytes behind a chunk are not within the budget, all else aside; "": they are."""

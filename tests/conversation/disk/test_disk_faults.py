@@ -696,7 +696,7 @@ def test_conversations_that_cannot_be_read_are_not_replaced_by_new_ones(done: bo
 @pytest.mark.parametrize("done", [False, True], ids=["not done", "done"])
 @pytest.mark.parametrize("again", [False, True], ids=["at the end", "with the next one"])
 def test_a_conversation_that_could_not_be_forgotten_is_forgotten_later(done: bool, again: bool, tmp_path: Path) -> None:
-    with failing(10**9, errno.EIO, done) as left:
+    with failing(10**9, errno.EIO, done, lasting=10) as left:
         disk = disk_of(tmp_path)
         for name in "abc":
             disk.save_conversation(name, {"ids": [1]})
@@ -705,6 +705,7 @@ def test_a_conversation_that_could_not_be_forgotten_is_forgotten_later(done: boo
         assert "'a' was not removed" in disk.problem
         left[0] = 0
         disk.drop_conversation("b")
+        left[0] = 10**9
         disk.save_conversation("b", {"ids": [2]})
         if again:
             disk.drop_conversation("c")

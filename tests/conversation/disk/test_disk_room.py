@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -93,6 +94,24 @@ def test_a_folder_that_is_full_makes_room_for_the_reserve_first(
         assert (25_000 if file.exists() else 0) + disk.room.nbytes + disk.room.rest <= budget
         assert save(disk, [n] * 20)
     assert file.exists()
+    disk.close()
+
+
+def test_a_reserve_that_a_reader_has_given_up_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `kvtier store ls` does on a full disk, of a folder that a store has open."""
+    folder, file = tmp_path / "one", tmp_path / "one" / reserve.RESERVE
+    disk = disk_of(folder)
+    for name in "ab":
+        assert disk.save_conversation(name, {"ids": [1]})
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=0, f_frsize=4096))
+            assert reserve.Reserve(folder).settle()
+        assert not file.exists()
+        if name == "b":
+            folder.rename(tmp_path / "other")
+            folder.mkdir()
+        disk.drop_conversation(name)
+        assert file.exists() == (name == "a"), "nothing is written to a folder that is another one"
     disk.close()
 
 

@@ -36,14 +36,13 @@ class Reserve:
     def __init__(self, directory: Path, budget: int | None = None) -> None:
         self._file, self._fits = directory / RESERVE, budget is None or budget >= PLENTY * SIZE
         self.nbytes = SIZE if budget is not None and self._fits else 0
-        self._is_there = os.path.lexists(self._file)
         self._within: weakref.WeakMethod[Callable[[], bool]] | None = None  # it is only given up
         if not self._fits:
             self.remove()
 
     def keep(self, within: Callable[[], bool]) -> None:
-        """Make it, now or later, where the disk has plenty of room and all is within the budget with it, as `within`
-        says: a method, whose object owns this one. It is not kept alive by it: whoever is interrupted while a folder is
+        """Make it, now or later, where the disk has plenty of room and the folder has room for it, as `within` says: a
+        method, whose object owns this one. It is not kept alive by it: whoever is interrupted while a folder is
         opened drops it, and that must let others open it at once."""
         if self._fits:
             self._within = weakref.WeakMethod(within)
@@ -53,7 +52,6 @@ class Reserve:
         """Give it up. What cannot be done is tried again the next time."""
         with contextlib.suppress(OSError):
             os.unlink(self._file)
-            self._is_there = False
 
     def settle(self) -> bool:
         """Give it up where the disk has less room than it takes; make it where there is plenty. Whether it was given
@@ -61,10 +59,11 @@ class Reserve:
         with contextlib.suppress(OSError):
             disk = os.statvfs(self._file.parent)
             left = disk.f_bavail * disk.f_frsize
-            if self._is_there and left < SIZE:
+            is_there = os.path.lexists(self._file)  # who reads the folder may have given it up, in another process
+            if is_there and left < SIZE:
                 self.remove()
-                return not self._is_there
-            if not self._is_there and left >= PLENTY * SIZE and self._is_within():
+                return not os.path.lexists(self._file)
+            if not is_there and left >= PLENTY * SIZE and self._is_within():
                 self._make()
         return False
 
@@ -77,7 +76,6 @@ class Reserve:
         try:
             keep_owner(handle, self._file.parent)
             os.write(handle, os.urandom(SIZE))  # zeros may take no room
-            self._is_there = True
         except BaseException:
             os.unlink(self._file)
             raise
