@@ -3,6 +3,9 @@ sequence has the frequencies of its own length, and the model those that it had 
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import sys
 import threading
 import time
 from contextlib import closing
@@ -115,9 +118,9 @@ def test_engines_of_a_model_in_threads_of_their_own_have_its_frequencies_in_turn
     def leaves(*_: Any) -> None:
         inside.remove(threading.get_ident())
 
-    rotary, engines = model.model.rotary_emb, [engine_of(model) for _ in range(2)]
-    mine = rotary.inv_freq, rotary.inv_freq.clone()
-    with rotary.register_forward_pre_hook(enters), rotary.register_forward_hook(leaves):
+    embedding, engines = model.model.rotary_emb, [engine_of(model) for _ in range(2)]
+    mine = embedding.inv_freq, embedding.inv_freq.clone()
+    with embedding.register_forward_pre_hook(enters), embedding.register_forward_hook(leaves):
         for engine in engines:
             engine.start()
         names = [added(engine) for engine in engines]
@@ -127,8 +130,53 @@ def test_engines_of_a_model_in_threads_of_their_own_have_its_frequencies_in_turn
             engine.close()
     assert set(most) == {1}
     if rope == "dynamic":
-        assert rotary.inv_freq is mine[0]
+        assert embedding.inv_freq is mine[0]
         assert torch.equal(*mine)
+
+
+def test_an_interrupt_whose_traceback_is_kept_leaves_no_other_engine_waiting() -> None:
+    """As an interactive Python keeps the last one. It comes as a context begins or ends, whose generator that keeps
+    alive."""
+    model, kept, left = model_of(), list[KeyboardInterrupt](), 0
+
+    def returns(frame: Any, event: str, arg: Any) -> Any:
+        nonlocal left
+        left -= event == "return"
+        if not left:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return returns
+
+    def steps() -> None:
+        before = sys.gettrace()
+        try:
+            sys.settrace(lambda frame, event, arg: returns if frame.f_code.co_filename == contextlib.__file__ else None)
+            engine.step()
+        except KeyboardInterrupt as error:
+            kept.append(error)
+        finally:
+            sys.settrace(before)
+
+    with closing(engine_of(model)) as engine, closing(engine_of(model)) as other:
+        names, mine = added(engine), model.model.rotary_emb.inv_freq
+        try:
+            for at in range(1, 100):
+                left = at
+                steps()
+                theirs = other.add_request(PROMPTS[1], max_new_tokens=1, do_sample=False)
+                thread = threading.Thread(target=other.step, daemon=True)
+                thread.start()
+                thread.join(10)
+                assert not thread.is_alive(), "it waits for its turn"
+                assert other.output(theirs).generated_tokens == EXPECTED[1][:1]
+                if left > 0:
+                    break
+            assert len(kept) > 5
+            assert found(engine, names) == EXPECTED
+        finally:
+            kept.clear()
+            gc.collect()  # else a failure would wait, too
+        assert model.model.rotary_emb.inv_freq is mine
 
 
 @pytest.mark.parametrize("left", range(1, 60, 7))

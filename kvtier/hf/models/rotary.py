@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -37,7 +35,7 @@ class Stretched:
     forward is shorter than where that begins. They are replaced and never written to: to have them is to keep them.
 
     Those that each forward chooses for itself ("longrope") are in the model, too: of either kind there is one forward
-    at a time in `original`, whoever else has a `Stretched` of the model.
+    at a time within `turn`, whoever else has a `Stretched` of the model.
 
     Args:
         model: of Transformers; it may have no such embedding.
@@ -49,25 +47,25 @@ class Stretched:
         changes = self._parts or any(_prefixes(module, "longrope") for module in model.modules())
         self._turn = _turns.setdefault(model, _Turn()) if changes else _Turn()
 
-    @contextmanager
-    def original(self) -> Iterator[None]:
-        """In this context forwards begin with the frequencies of a model that has computed nothing. A sequence that is
-        computed forward by forward has the frequencies of its length whichever of its forwards come before: each one is
-        longer than the last. Behind it the model has its own again."""
-        with self._turn.lock:
-            self.give_back()
-            self._own = [self._now(*part) for part in self._parts]
-            try:
-                self._put([(getattr(x, f"{name}original_inv_freq"), x.original_max_seq_len) for x, name in self._parts])
-                yield
-            finally:
-                self.give_back()
+    @property
+    def turn(self) -> threading.RLock:
+        """Held from `begin` to `give_back`. The lock itself, for a `with`: an interrupt that comes as a context of our
+        own begins would leave it with whoever keeps the traceback."""
+        return self._turn.lock
+
+    def begin(self) -> None:
+        """Up to `give_back`, forwards begin with the frequencies of a model that has computed nothing. A sequence that
+        is computed forward by forward has the frequencies of its length whichever of its forwards come before: each
+        one is longer than the last."""
+        self.give_back()
+        self._own = [self._now(*part) for part in self._parts]
+        self._put([(getattr(x, f"{name}original_inv_freq"), x.original_max_seq_len) for x, name in self._parts])
 
     def give_back(self) -> None:
-        """The model has its own frequencies, also where an interrupt has cut a context short."""
+        """The model has its own frequencies, also where an interrupt has cut this short before."""
         if self._own is None:
             return
-        with self._turn.lock:
+        with self.turn:
             self._put(self._own)
             self._own = None
 

@@ -79,12 +79,16 @@ def choose_runner(
             f"{type(model).__name__} has {adapter}. An engine runs the model that the adapter is in, which knows "
             "nothing of it. Use its `generate`, or give the engine that model."
         )
-    with unchanged(), Stretched(of.inner(model)).original():  # engines of a model may be made and closed elsewhere
+    stretched = Stretched(of.inner(model))
+    with unchanged(), stretched.turn:  # engines of a model may be made and closed elsewhere
         try:
+            stretched.begin()
             runner, enabled = _chosen(model, memory, options, name)
         except BudgetError as error:
             # The traceback of the trial goes through the model, and says nothing to whoever makes an engine.
             raise _too_small(model, memory, options, name, error) from None
+        finally:
+            stretched.give_back()
     runner.processes = Processes.of(model)
     if runner.processes is not None and not runner.processes.same((runner.name, runner.blocks(), options)):
         runner.close()

@@ -73,9 +73,13 @@ class SingleRunner(Runner):
         sequence = each.sequence
         assert each.scored, "a prompt in parts"
         try:
-            with self._stretched.original():
-                for length in self._lengths(each):
-                    scores, sequence.cache = trials.next_scores(self._model, each.ids[:length], sequence.cache)
+            with self._stretched.turn:
+                try:
+                    self._stretched.begin()
+                    for length in self._lengths(each):
+                        scores, sequence.cache = trials.next_scores(self._model, each.ids[:length], sequence.cache)
+                finally:
+                    self._stretched.give_back()
         except BaseException:
             # Whatever is there of it: the sequence begins again.
             sequence.begin_again()
