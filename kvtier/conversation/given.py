@@ -150,25 +150,36 @@ def text_of(message: Mapping[str, Any]) -> str:
     return "" if content is None else str(content)
 
 
-def check_text(tokenizer: object, messages: Sequence[Mapping[str, Any]]) -> None:
+#: What to do with a chat that is not of text only.
+_WAY_OUT = "Give `generate` of the conversation all that the model's processor makes of the messages."
+
+
+def check_tokenizer(tokenizer: object) -> None:
+    """Whether it makes prompts of text, and nothing else.
+
+    Raises:
+        ConfigError: it is a processor.
+    """
+    if is_processor(tokenizer):
+        raise ConfigError(
+            f"tokenizer={type(tokenizer).__name__}: a chat is of text, and this is a processor. Give its tokenizer, "
+            f"`processor.tokenizer`. For a chat with images or sounds: {_WAY_OUT}"
+        )
+
+
+def check_text(messages: Sequence[Mapping[str, Any]]) -> None:
     """Whether a chat can say messages: a chat gives a model token ids, and nothing else.
 
     Raises:
-        ConfigError: one is no message, or a part of one no text, or a processor is given in place of a tokenizer.
+        ConfigError: one is no message, or a part of one no text.
     """
     odd = next((message for message in messages if not isinstance(message, Mapping)), None)
     if odd is not None:
         raise ConfigError(f"{reprlib.repr(odd)} is among the messages of this chat, and is none: take it out.")
-    way_out = "Give `generate` of the conversation all that the model's processor makes of the messages."
-    if is_processor(tokenizer):
-        raise ConfigError(
-            f"tokenizer={type(tokenizer).__name__}: a chat is of text, and this is a processor. Give its tokenizer, "
-            f"`processor.tokenizer`. For a chat with images or sounds: {way_out}"
-        )
     contents = [message.get("content") for message in messages]
     parts = [x for content in contents if isinstance(content, (list, tuple)) for x in content if isinstance(x, Mapping)]
     for part in parts:
         # Templates know a picture by either.
         for kind in (str(part.get("type")), *map(str, part)):
             if any(word in kind for word in _NO_TEXT):
-                raise ConfigError(f"A chat is of text, and a part of a message is of type {kind!r}. {way_out}")
+                raise ConfigError(f"A chat is of text, and a part of a message is of type {kind!r}. {_WAY_OUT}")

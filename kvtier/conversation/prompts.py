@@ -6,7 +6,7 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvtier.conversation.given import check_text, text_of
+from kvtier.conversation.given import check_text, check_tokenizer, text_of
 from kvtier.errors import ConfigError
 from kvtier.hf.models.checkpoint.templates import NOT_OF_TEMPLATES, makes_prompts, unread
 
@@ -24,10 +24,12 @@ class Prompts:
         given: what else the template reads, by name.
 
     Raises:
-        ConfigError: what makes no difference to a prompt, for the template does not read it; or is malformed.
+        ConfigError: what makes no difference to a prompt, for the template does not read it; or is malformed; or a
+            processor in place of a tokenizer.
     """
 
     def __init__(self, tokenizer: Any, tools: Sequence[Any] | None, given: Mapping[str, Any] | None) -> None:
+        check_tokenizer(tokenizer)
         if isinstance(tools, (str, bytes)) or not isinstance(tools, Sequence | None):
             raise ConfigError(f"tools={reprlib.repr(tools)}: give a list of functions, or of their JSON schemas.")
         if not isinstance(given, Mapping | None) or not all(isinstance(name, str) for name in given or ()):
@@ -54,7 +56,7 @@ class Prompts:
 
     def check(self, messages: Sequence[Mapping[str, Any]]) -> None:
         """Whether they are messages of text. Raises `ConfigError`."""
-        check_text(self.tokenizer, messages)
+        check_text(messages)
 
     def ids_of(self, messages: Sequence[Mapping[str, Any]], *, answer: bool = True) -> list[int]:
         """The ids of messages; `answer`: and of what begins an answer."""

@@ -151,8 +151,9 @@ def test_a_processor_is_refused_with_what_to_give(with_template: bool) -> None:
         processor.chat_template = None
     with store_of(tiny_model("llama")) as store:
         chat = store.open("alice")
-        with pytest.raises(ConfigError, match=r"processor\.tokenizer"):
-            chat.send("Who are you?", tokenizer=processor, **GREEDY)
+        for more in ({}, {"tools": [{"name": "look_up"}]}, {"chat_template_kwargs": {"enable_thinking": False}}):
+            with pytest.raises(ConfigError, match=r"processor\.tokenizer"):
+                chat.send("Who are you?", tokenizer=processor, **more, **GREEDY)
         assert chat.messages == []
         assert chat.send("Who are you?", tokenizer=processor.tokenizer, **GREEDY)
 
