@@ -89,8 +89,8 @@ class EncoderReuse:
         """
         inputs, mask, why = self._inputs(ids, kwargs, salt, depends)
         if inputs is None or mask is None:
-            rows, tokens = (*ids.shape, 0)[:2] if isinstance(ids, torch.Tensor) and ids.dim() == 2 else (1, 0)
-            return of.generate(self._model, ids, kwargs, named), (RowReuse(tokens, 0, tokens, why),) * rows
+            rows = _nothing_of(ids, kwargs.get("attention_mask"), why)
+            return of.generate(self._model, ids, kwargs, named), rows
         found = self._find(inputs)
         if found is None:
             why = "no call before had the same inputs"
@@ -167,3 +167,11 @@ def _not_kept(error: Exception) -> str:
 def _reuse_of(mask: torch.Tensor, why: str) -> tuple[RowReuse, ...]:
     """What each row of a call began with: all of the encoder's tokens, or, where there is a reason, none."""
     return tuple(RowReuse(n, 0 if why else n, n if why else 0, why) for n in mask.ne(0).sum(1).tolist())
+
+
+def _nothing_of(ids: Any, mask: Any, why: str) -> tuple[RowReuse, ...]:
+    """The same of a call that re-uses nothing, of whatever inputs."""
+    if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.is_floating_point():
+        rows = ids.shape[0] if isinstance(ids, torch.Tensor) and ids.dim() else 1
+        return (RowReuse(0, 0, 0, why),) * rows
+    return _reuse_of(mask if isinstance(mask, torch.Tensor) and mask.shape == ids.shape else torch.ones_like(ids), why)

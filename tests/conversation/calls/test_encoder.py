@@ -167,6 +167,15 @@ def test_what_depends_on_more_is_computed_and_says_so(encoded: Encoded) -> None:
     assert store.reuse[0].why == "the model is in training mode"
 
 
+def test_padding_is_no_part_of_what_is_counted_where_a_call_re_uses_nothing(encoded: Encoded) -> None:
+    ids = torch.cat([torch.nn.functional.pad(some_ids(9), (0, 5)), some_ids(14)])
+    inputs, store = {"input_ids": ids, "attention_mask": (ids != 0).long()}, encoded.store
+    for options in ({}, {"output_hidden_states": True, "return_dict_in_generate": True}):
+        store.generate(**inputs, **GREEDY, **options)
+        assert [(x.prompt, x.cached, x.computed) for x in store.reuse] == [(9, 0, 9), (14, 0, 14)]
+    assert store.stats.prompt_tokens == 2 * (9 + 14)
+
+
 def test_what_was_given_cannot_be_changed_by_its_user(encoded: Encoded) -> None:
     inputs = ones(some_ids(20))
     encoded.ask(inputs)
