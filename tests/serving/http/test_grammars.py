@@ -244,12 +244,14 @@ def test_a_schema_that_cannot_be_followed_is_a_400(client: openai.OpenAI) -> Non
             client.chat.completions.create(**ask, response_format={"type": "json_object"}, extra_body=more)
 
 
-@pytest.mark.parametrize("more", [{"min_tokens": 40}, {"generation_config": {"no_repeat_ngram_size": 1}}])
 @pytest.mark.parametrize("temperature", [0, 1])
-def test_settings_that_bar_all_that_a_schema_allows_are_a_400_and_no_other_answer(
-    more: dict[str, Any], temperature: float, client: openai.OpenAI
+@pytest.mark.parametrize("bars", ["its end", "what it says"])
+def test_an_answer_that_has_no_token_left_does_not_end_as_if_it_were_whole(
+    bars: str, temperature: int, trained: tuple[Any, Any], client: openai.OpenAI
 ) -> None:
-    form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": "aaa bbb aaa"}}}
-    ask: dict[str, Any] = {"model": NAME, "messages": [{"role": "user", "content": "p ="}], "max_tokens": 60}
-    with pytest.raises(openai.BadRequestError, match="response_format: other settings of the request bar all tokens"):
-        client.chat.completions.create(**ask, temperature=temperature, response_format=form, extra_body=more)
+    tokens = [x for x in range(2, 2048) if "7" in trained[1].decode([x])]
+    barred = {"min_tokens": 64} if bars == "its end" else {"generation_config": {"suppress_tokens": tokens}}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": 7}}}
+    ask: dict[str, Any] = {"model": NAME, "prompt": "p =", "max_tokens": 100, "temperature": temperature}
+    with pytest.raises(openai.BadRequestError, match="bars each token that the schema allows"):
+        client.completions.create(**ask, extra_body={"response_format": form, **barred})

@@ -138,8 +138,11 @@ class GrammarProcessor:
         known = torch.from_numpy(np.unpackbits(bits, count=min(8 * len(bits), len(allowed)), bitorder="little"))
         allowed[: len(known)] = known.bool()
         found = scores.masked_fill(~allowed.to(scores.device), -torch.inf)
-        if not bool((found > -torch.inf).any()):
-            raise invalid(self._grammar.field, "other settings of the request bar all tokens that may come next")
+        if bool(found.isneginf().all()):  # the likeliest of none would be token 0, which may even end the answer
+            raise invalid(
+                self._grammar.field,
+                "what else is asked bars each token that the schema allows next, as min_tokens or suppress_tokens do",
+            )
         return found
 
     def _think(self, token: int) -> None:
