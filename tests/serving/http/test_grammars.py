@@ -85,6 +85,20 @@ def test_whatever_a_model_says_is_json_of_the_schema(number: int, made: Grammars
             assert re.search(r"\s{33}", text) is None
 
 
+def test_an_end_token_that_is_text_ends_no_answer_in_its_midst(
+    trained: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokenizer = trained
+    lines = tokenizer("\n")["input_ids"]
+    monkeypatch.setattr(model.generation_config, "eos_token_id", [0, *lines])
+    processor = Grammars(tokenizer, model).of("text", {"type": "object"}, None, None).processor(1)
+    ids = [5]
+    for token in tokenizer('{"a": 1}')["input_ids"]:
+        assert processor(torch.tensor([ids]), torch.zeros(1, model.config.vocab_size))[0, lines].isinf().all()
+        ids.append(token)
+    assert not processor(torch.tensor([ids]), torch.zeros(1, model.config.vocab_size))[0, [0, *lines]].isinf().any()
+
+
 def test_a_thought_that_the_prompt_has_begun_is_free(made: Grammars, trained: tuple[Any, Any]) -> None:
     tokenizer, size = trained[1], trained[0].config.vocab_size
     processor = made.of("text", {"type": "object"}, None, re.compile(r"\s*# end|\Z")).processor(2)

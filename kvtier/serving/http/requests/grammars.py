@@ -62,7 +62,7 @@ class Grammars:
         if matcher.is_error():
             why = " ".join(matcher.get_error().partition("<backtrace>")[0].split())[:_LONGEST]
             raise invalid(field, f"the schema is malformed, or has what is not supported: {why}")
-        return Grammar(matcher, field, self._tokenizer, thought)
+        return Grammar(matcher, tokenizer.eos_tokens, field, self._tokenizer, thought)
 
     def _of_tokenizer(self, field: str) -> Any:
         """The tokenizer as llguidance has it, made once: it takes a second."""
@@ -88,13 +88,16 @@ class Grammar:
 
     Args:
         matcher: of llguidance, that has seen nothing.
+        ends: token ids that end an answer.
         field: of the request, that asks for it.
         tokenizer: of Transformers.
         thought: see `Grammars.of`.
     """
 
-    def __init__(self, matcher: Any, field: str, tokenizer: Any, thought: re.Pattern[str] | None) -> None:
-        self.matcher, self.field, self.tokenizer, self.thought = matcher, field, tokenizer, thought
+    def __init__(
+        self, matcher: Any, ends: list[int], field: str, tokenizer: Any, thought: re.Pattern[str] | None
+    ) -> None:
+        self.matcher, self.ends, self.field, self.tokenizer, self.thought = matcher, ends, field, tokenizer, thought
 
     def processor(self, prompt: int) -> GrammarProcessor:
         """Of an answer to a prompt of so many tokens."""
@@ -137,6 +140,8 @@ class GrammarProcessor:
         allowed = torch.zeros(scores.shape[-1], dtype=torch.bool)
         known = torch.from_numpy(np.unpackbits(bits, count=min(8 * len(bits), len(allowed)), bitorder="little"))
         allowed[: len(known)] = known.bool()
+        if not self._matcher.is_accepting():  # an end token that is text, such as a line break, may be part of JSON
+            allowed[self._grammar.ends] = False
         found = scores.masked_fill(~allowed.to(scores.device), -torch.inf)
         if bool(found.isneginf().all()):  # the likeliest of none would be token 0, which may even end the answer
             raise invalid(
