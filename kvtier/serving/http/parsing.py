@@ -115,9 +115,11 @@ class Parser(ResponseParser):
         return None if field is None else field.close_re
 
     def read_no_more(self) -> None:
-        """No region begins from now on."""
-        fields = {name: x for name, x in self._spec.fields.items() if name in (self._current, self._implicit_name)}
-        self._spec = replace(self._spec, fields=fields)
+        """The region that the prompt has begun ends as ever. All behind it is text, whatever is in that."""
+        begun = replace(self._spec.fields[self._current], open_re=None)
+        text = replace(begun, name="content", close_re=None, content="text", content_args={}, join=None, transform=None)
+        self._spec = replace(self._spec, fields={begun.name: begun, text.name: text}, implicit=text.name)
+        self._implicit_name = text.name
 
     def reads(self, text: str) -> bool:
         """Whether a region begins or ends with what is in this text."""

@@ -118,7 +118,7 @@ def test_a_thought_that_the_prompt_has_begun_is_free(made: Grammars, trained: tu
     assert not found[0, trained[0].generation_config.eos_token_id].isinf()
 
 
-THINKS = {
+THINKS: dict[str, Any] = {
     "defaults": {"role": "assistant"},
     "start_anchor": "# assistant",
     "fields": {
@@ -146,6 +146,21 @@ def test_json_that_looks_like_a_call_is_text(begun: bool, trained: tuple[Any, An
         for event in events:
             said[event["field"]] += event["text"] if event["type"] == "region_chunk" else ""
         assert said == {"thinking": " so ", "content": '{"name": "f"}'}
+
+
+@pytest.mark.parametrize("text", ["# think so # end", "{}", "<end>", "so <end> more"])
+@pytest.mark.parametrize("marked", [False, True])
+def test_json_behind_a_thought_keeps_what_looks_like_a_mark(text: str, marked: bool, trained: tuple[Any, Any]) -> None:
+    model, tokenizer = trained
+    tokenizer = copy.copy(tokenizer)
+    content = {"content": "text", "close_pattern": r"\s*<end>"} | ({"open": "# say"} if marked else {})
+    tokenizer.response_template = THINKS | {"fields": THINKS["fields"] | {"content": content}}
+    ids, written = tokenizer("# assistant\n# think")["input_ids"], json.dumps({"a": text})
+    (parser,) = parsers_of(tokenizer, model, ids, None, plain=True)
+    assert parser is not None
+    events = [event for x in f" so # end{written}" for event in parser.feed(x)] + parser.finalize()[1]
+    said = [x["text"] for x in events if x["type"] == "region_chunk" and x["field"] == "content" and not x["dirty"]]
+    assert "".join(said) == written
 
 
 @pytest.mark.parametrize("begun", [False, True])
