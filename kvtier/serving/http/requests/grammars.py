@@ -131,17 +131,7 @@ class GrammarProcessor:
                 self._matcher.consume_token(token)
             else:
                 self._think(token)
-        if self._thought is not None:
-            return scores
-        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        if self._matcher.is_error():
-            why = self._matcher.get_error().partition("\n")[0]  # behind it is the state of the grammar
-            raise invalid(self._grammar.field, f"the schema cannot be followed: {why}")
-        allowed = torch.zeros(scores.shape[-1], dtype=torch.bool)
-        known = torch.from_numpy(np.unpackbits(bits, count=min(8 * len(bits), len(allowed)), bitorder="little"))
-        allowed[: len(known)] = known.bool()
-        if not self._matcher.is_accepting():  # an end token that is text, such as a line break, may be part of JSON
-            allowed[self._grammar.ends] = False
+        allowed = self._allowed(scores.shape[-1])
         found = scores.masked_fill(~allowed.to(scores.device), -torch.inf)
         if bool(found.isneginf().all()):  # the likeliest of none would be token 0, which may even end the answer
             raise invalid(
@@ -149,6 +139,23 @@ class GrammarProcessor:
                 "what else is asked bars each token that the schema allows next, as min_tokens or suppress_tokens do",
             )
         return found
+
+    def _allowed(self, vocabulary: int) -> torch.Tensor:
+        """Whether each token may come next."""
+        if self._thought is not None:  # whatever it is, JSON is to follow
+            allowed = torch.ones(vocabulary, dtype=torch.bool)
+            allowed[self._grammar.ends] = False
+            return allowed
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        if self._matcher.is_error():
+            why = self._matcher.get_error().partition("\n")[0]  # behind it is the state of the grammar
+            raise invalid(self._grammar.field, f"the schema cannot be followed: {why}")
+        allowed = torch.zeros(vocabulary, dtype=torch.bool)
+        known = torch.from_numpy(np.unpackbits(bits, count=min(8 * len(bits), vocabulary), bitorder="little"))
+        allowed[: len(known)] = known.bool()
+        if not self._matcher.is_accepting():  # an end token that is text, such as a line break, may be part of JSON
+            allowed[self._grammar.ends] = False
+        return allowed
 
     def _think(self, token: int) -> None:
         """What the prompt has begun is no part of the grammar, up to its end."""
