@@ -164,7 +164,8 @@ class EngineManager(BaseGenerateManager):
         lengths = [self._length(len(ids), asked, default_tokens) for ids in prompts]
         parsers, own = parsers or [None] * sequences, self.engine.model.generation_config
         asked = with_own(asked, own)
-        silent = unread_ends(self.tokenizer, parsers[0], asked.settings.get("eos_token_id", own.eos_token_id))
+        ends = asked.settings.get("eos_token_id", own.eos_token_id)
+        silent = unread_ends(self.tokenizer, parsers[0], ends) if asked.grammar is None else asked.grammar.ends
         answers = Answers(
             [
                 Answer(self.tokenizer, asked.stop, parser, _least(asked), silent, behind=ids if goes_on else ())

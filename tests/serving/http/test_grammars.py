@@ -15,7 +15,7 @@ import openai
 import pydantic
 import pytest
 import torch
-from servers import Running, by_generate
+from servers import Running, Start, by_generate
 
 from kvtier.serving.http.handlers.handler import Handler
 from kvtier.serving.http.parsing import parsers_of
@@ -286,3 +286,17 @@ def test_an_answer_that_has_no_token_left_does_not_end_as_if_it_were_whole(
     ask: dict[str, Any] = {"model": NAME, "prompt": "p =", "max_tokens": 100, "temperature": temperature}
     with pytest.raises(openai.BadRequestError, match="bars each token that the schema allows"):
         client.completions.create(**ask, extra_body={"response_format": form, **barred})
+
+
+def test_an_end_token_that_is_text_is_no_part_of_the_json(
+    start: Start, trained: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (end,) = trained[1]("x")["input_ids"]
+    monkeypatch.setattr(trained[0].generation_config, "eos_token_id", [0, end])
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": 7}}}
+    ask: dict[str, Any] = {"model": NAME, "prompt": "p =", "temperature": 0, "logit_bias": {str(end): 100}}
+    with start() as running, running.client() as client:
+        found = client.completions.create(**ask, extra_body={"response_format": form}).choices[0]
+        assert (found.text, found.finish_reason) == ("7", "stop")
+        stream = client.completions.create(**ask, stream=True, extra_body={"response_format": form})
+        assert "".join(x.choices[0].text for x in stream if x.choices) == "7"

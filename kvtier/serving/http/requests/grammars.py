@@ -62,7 +62,7 @@ class Grammars:
         if matcher.is_error():
             why = " ".join(matcher.get_error().partition("<backtrace>")[0].split())[:_LONGEST]
             raise invalid(field, f"the schema is malformed, or has what is not supported: {why}")
-        return Grammar(matcher, tokenizer.eos_tokens, field, self._tokenizer, thought)
+        return Grammar(matcher, frozenset(tokenizer.eos_tokens), field, self._tokenizer, thought)
 
     def _of_tokenizer(self, field: str) -> Any:
         """The tokenizer as llguidance has it, made once: it takes a second."""
@@ -95,7 +95,7 @@ class Grammar:
     """
 
     def __init__(
-        self, matcher: Any, ends: list[int], field: str, tokenizer: Any, thought: re.Pattern[str] | None
+        self, matcher: Any, ends: frozenset[int], field: str, tokenizer: Any, thought: re.Pattern[str] | None
     ) -> None:
         self.matcher, self.ends, self.field, self.tokenizer, self.thought = matcher, ends, field, tokenizer, thought
 
@@ -144,7 +144,7 @@ class GrammarProcessor:
         """Whether each token may come next."""
         if self._thought is not None:  # whatever it is, JSON is to follow
             allowed = torch.ones(vocabulary, dtype=torch.bool)
-            allowed[self._grammar.ends] = False
+            allowed[list(self._grammar.ends)] = False
             return allowed
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if self._matcher.is_error():
@@ -154,7 +154,7 @@ class GrammarProcessor:
         known = torch.from_numpy(np.unpackbits(bits, count=min(8 * len(bits), vocabulary), bitorder="little"))
         allowed[: len(known)] = known.bool()
         if not self._matcher.is_accepting():  # an end token that is text, such as a line break, may be part of JSON
-            allowed[self._grammar.ends] = False
+            allowed[list(self._grammar.ends)] = False
         return allowed
 
     def _think(self, token: int) -> None:
