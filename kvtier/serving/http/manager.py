@@ -111,6 +111,8 @@ class EngineManager(BaseGenerateManager):
         # Templates and tokens; and what waits for the engine's lock. One thread: what is cancelled was added before.
         self._readers = concurrent.futures.ThreadPoolExecutor(2, "kvtier-read")
         self._adder = concurrent.futures.ThreadPoolExecutor(1, "kvtier-add")
+        # Grammars of schemas, which may take seconds: prompts wait for none of them.
+        self._formers = concurrent.futures.ThreadPoolExecutor(1, "kvtier-form")
         # What shows how the server is: it waits for no prompt.
         self._lookers = concurrent.futures.ThreadPoolExecutor(1, "kvtier-look")
         self._lock = threading.Lock()
@@ -128,6 +130,11 @@ class EngineManager(BaseGenerateManager):
         """Do what takes long for a long prompt, in a thread next to the event loop, which knows the visit, too."""
         run = contextvars.copy_context().run
         return await asyncio.get_running_loop().run_in_executor(self._readers, run, work, *args)
+
+    async def form(self, work: Callable[..., T], *args: Any) -> T:
+        """Make what holds answers to a schema, in a thread next to those that read prompts; it knows the visit, too."""
+        run = contextvars.copy_context().run
+        return await asyncio.get_running_loop().run_in_executor(self._formers, run, work, *args)
 
     async def look(self, work: Callable[..., T], *args: Any) -> T:
         """Look how the server is, in a thread next to the event loop and to those that read prompts."""
@@ -431,6 +438,7 @@ class EngineManager(BaseGenerateManager):
         """No more requests. Idempotent."""
         self.draining = True
         self._readers.shutdown(wait=True, cancel_futures=True)
+        self._formers.shutdown(wait=True, cancel_futures=True)
         self._lookers.shutdown(wait=True, cancel_futures=True)
         self._adder.shutdown(wait=True)
 

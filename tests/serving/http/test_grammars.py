@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import copy
 import importlib.util
 import json
 import random
 import re
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -171,14 +175,15 @@ def test_a_request_for_json_is_read_as_text_behind_its_thought(begun: bool, trai
     tokenizer = copy.copy(tokenizer)
     tokenizer.response_template = THINKS
     handler = Handler.__new__(Handler)
+    handler.manager = SimpleNamespace(form=asyncio.to_thread)  # type: ignore[assignment]
     handler.served = SimpleNamespace(tokenizer=tokenizer, model=model, grammars=Grammars(tokenizer, model))  # type: ignore[assignment]
     asked = asked_of("chat", {"response_format": {"type": "json_object"}})
     parsers = handler.parsers(tokenizer("# assistant\n" + ("# think" if begun else ""))["input_ids"], asked)
     assert [x is not None for x in parsers] == [begun]
-    grammar = handler.grammar(asked, parsers[0])
+    grammar = asyncio.run(handler.grammar(asked, parsers[0]))
     assert grammar is not None
     assert (grammar.thought is not None) == begun
-    assert handler.grammar(asked_of("chat", {}), parsers[0]) is None
+    assert asyncio.run(handler.grammar(asked_of("chat", {}), parsers[0])) is None
 
 
 @pytest.mark.parametrize(
@@ -286,6 +291,29 @@ def test_an_answer_that_has_no_token_left_does_not_end_as_if_it_were_whole(
     ask: dict[str, Any] = {"model": NAME, "prompt": "p =", "max_tokens": 100, "temperature": temperature}
     with pytest.raises(openai.BadRequestError, match="bars each token that the schema allows"):
         client.completions.create(**ask, extra_body={"response_format": form, **barred})
+
+
+def test_nobody_without_a_schema_waits_for_one(client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits, asked, of = threading.Event(), threading.Semaphore(0), Grammars.of
+
+    def slow(*args: Any) -> Any:
+        asked.release()
+        assert waits.wait(60)
+        return of(*args)
+
+    monkeypatch.setattr(Grammars, "of", slow)
+    ask: dict[str, Any] = {"model": NAME, "max_tokens": 2, "temperature": 0}
+    forms = {"response_format": {"type": "json_object"}}
+    with concurrent.futures.ThreadPoolExecutor(4) as clients:
+        try:
+            begun = [clients.submit(client.completions.create, **ask, prompt="p =", extra_body=forms) for _ in range(4)]
+            assert asked.acquire(timeout=20)  # the others come meanwhile
+            time.sleep(0.2)
+            assert client.completions.create(**ask, prompt="q =", timeout=20).choices[0].text
+            assert not any(x.done() for x in begun)
+        finally:
+            waits.set()
+        assert all(x.result().choices[0].text for x in begun)
 
 
 def test_an_end_token_that_is_text_is_no_part_of_the_json(

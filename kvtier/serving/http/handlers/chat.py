@@ -25,7 +25,7 @@ class ChatHandler(Handler):
         self.served.check(body.get("model"))
         ids = await self.manager.read(self.prompt_of, messages_of(body), asked)
         parsers = await self.manager.read(self.parsers, ids, asked)
-        asked.grammar = await self.manager.read(self.grammar, asked, parsers[0])
+        asked.grammar = await self.grammar(asked, parsers[0])
         answers = await self.manager.generate([ids], asked, self.visit, parsers=parsers)
         reply = _Reply(self, answers)
         if asked.stream:

@@ -29,7 +29,7 @@ class CompletionHandler(Handler):
         given = prompts_of(body)
         prompts = [await self.manager.read(self.ids_of, prompt) for prompt in given]
         echoed = [await self.manager.read(self._text, prompt) if body.get("echo") else "" for prompt in given]
-        asked.grammar = await self.manager.read(self.grammar, asked)
+        asked.grammar = await self.grammar(asked)
         answers = await self.manager.generate(prompts, asked, self.visit, default_tokens=_DEFAULT_TOKENS, goes_on=True)
         reply = _Reply(self, answers, [echo for echo in echoed for _ in range(asked.count)])
         if asked.stream:

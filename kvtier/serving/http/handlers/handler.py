@@ -191,7 +191,7 @@ class Handler(BaseHandler):
         of = self.served.tokenizer, self.served.model
         return parsers_of(*of, ids, asked.tools, asked.count, plain=asked.form is not None)
 
-    def grammar(self, asked: Asked, parser: Parser | None = None) -> Grammar | None:
+    async def grammar(self, asked: Asked, parser: Parser | None = None) -> Grammar | None:
         """What holds an answer to the schema that is asked for; None: to none.
 
         Args:
@@ -203,7 +203,8 @@ class Handler(BaseHandler):
         if asked.form is None:
             return None
         begun = None if parser is None else parser.begun
-        return self.served.grammars.of(*asked.form, asked.settings.get("eos_token_id"), begun)
+        ends = asked.settings.get("eos_token_id")
+        return await self.manager.form(self.served.grammars.of, *asked.form, ends, begun)
 
     def named(self, token: int, logprob: float, top: Sequence[tuple[int, float]] = ()) -> Named:
         """What a token and those that were likely at its place look like."""

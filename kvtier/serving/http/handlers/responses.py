@@ -44,7 +44,7 @@ class ResponsesHandler(Handler):
         ids = await self.manager.read(self.prompt_of, messages, asked)
         check_head(self._head(body, asked))
         parsers = await self.manager.read(self.parsers, ids, asked)
-        asked.grammar = await self.manager.read(self.grammar, asked, parsers[0])
+        asked.grammar = await self.grammar(asked, parsers[0])
         answers = await self.manager.generate([ids], asked, self.visit, parsers=parsers)
         reply = _Reply(answers, self._head(body, asked))
         if asked.stream:
