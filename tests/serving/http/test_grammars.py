@@ -124,6 +124,26 @@ def test_a_thought_that_the_prompt_has_begun_is_free_but_is_not_the_whole_answer
     assert end not in barred()
 
 
+def test_json_goes_on_from_the_token_that_ends_a_thought(made: Grammars, trained: tuple[Any, Any]) -> None:
+    tokenizer, size = trained[1], trained[0].config.vocab_size
+    schema = {"type": "string", "pattern": "^a+$"}
+
+    def after(token: str, thought: str, *behind: int) -> list[int]:
+        """Which tokens may come then."""
+        ids = [5, *tokenizer("end")["input_ids"]]
+        processor = made.of("text", schema, None, re.compile(thought)).processor(1)
+        for each in (tokenizer.convert_tokens_to_ids(token), *behind):
+            processor(torch.tensor([ids]), torch.zeros(1, size))
+            ids.append(each)
+        return processor(torch.tensor([ids]), torch.zeros(1, size))[0].isfinite().nonzero().flatten().tolist()
+
+    letter, quote = tokenizer('a"')["input_ids"]
+    assert letter in after('="', "end=")
+    assert after('="', "end=", letter, quote) == [trained[0].generation_config.eos_token_id]
+    with pytest.raises(Refusal, match="cannot be followed"):  # no JSON of the schema begins so
+        after("([", r"end\(")
+
+
 THINKS: dict[str, Any] = {
     "defaults": {"role": "assistant"},
     "start_anchor": "# assistant",

@@ -62,7 +62,7 @@ class Grammars:
         if matcher.is_error():
             why = " ".join(matcher.get_error().partition("<backtrace>")[0].split())[:_LONGEST]
             raise invalid(field, f"the schema is malformed, or has what is not supported: {why}")
-        return Grammar(matcher, frozenset(tokenizer.eos_tokens), field, self._tokenizer, thought)
+        return Grammar(matcher, tokenizer, field, self._tokenizer, thought)
 
     def _of_tokenizer(self, field: str) -> Any:
         """The tokenizer as llguidance has it, made once: it takes a second."""
@@ -88,16 +88,19 @@ class Grammar:
 
     Args:
         matcher: of llguidance, that has seen nothing.
-        ends: token ids that end an answer.
+        read: the tokenizer as llguidance has it.
         field: of the request, that asks for it.
         tokenizer: of Transformers.
         thought: see `Grammars.of`.
+
+    Attributes:
+        ends: token ids that end an answer.
+        tokens_of: gives tokens of a text, for a matcher.
     """
 
-    def __init__(
-        self, matcher: Any, ends: frozenset[int], field: str, tokenizer: Any, thought: re.Pattern[str] | None
-    ) -> None:
-        self.matcher, self.ends, self.field, self.tokenizer, self.thought = matcher, ends, field, tokenizer, thought
+    def __init__(self, matcher: Any, read: Any, field: str, tokenizer: Any, thought: re.Pattern[str] | None) -> None:
+        self.matcher, self.field, self.tokenizer, self.thought = matcher, field, tokenizer, thought
+        self.ends, self.tokens_of = frozenset[int](read.eos_tokens), read.greedy_tokenize
 
     def processor(self, prompt: int) -> GrammarProcessor:
         """Of an answer to a prompt of so many tokens."""
@@ -163,5 +166,8 @@ class GrammarProcessor:
         assert self._grammar.thought is not None
         self._thought = [*self._thought[1 - _LATEST :], token]
         text = self._grammar.tokenizer.decode(self._thought)
-        if any(found.end() > found.start() for found in self._grammar.thought.finditer(text)):
+        found = (x for x in self._grammar.thought.finditer(text) if x.end() > x.start())
+        if (end := next(found, None)) is not None:
             self._thought = None
+            begun = text[end.end() :].lstrip()  # in the token that ends the thought
+            self._matcher.consume_tokens(self._grammar.tokens_of(begun))
