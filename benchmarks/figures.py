@@ -33,6 +33,8 @@ _SCENARIOS = {
     "cpu-amd-epyc-family-26-model-2-2c": ("planner", "saving"),
     "cpu-intel-r-xeon-r-processor-family-6-2c": ("store_turns",),
 }
+#: The machine of the sweep of decode over contexts in bf16; that in fp32, which says what caches hold, is of `KIND`.
+SWEPT = "cpu-amd-epyc-family-25-model-17-2c"
 KINDS = {scenario: kind for kind, scenarios in _SCENARIOS.items() for scenario in scenarios}
 PLOTS = ROOT / "docs" / "figures"
 INPUTS = PLOTS / "inputs.json"
@@ -44,16 +46,17 @@ NAMES = {"kvtier": "TieredKVCache", "static": "StaticCache", "dynamic": "Dynamic
 Record = dict[str, Any]
 
 
-def records(scenario: str, *, results: Path = RESULTS, **wanted: Any) -> list[Record]:
+def records(scenario: str, *, results: Path = RESULTS, of_kind: str | None = None, **wanted: Any) -> list[Record]:
     """Successful measurements of a scenario on the machine whose records are published, filtered.
 
     Args:
         scenario: the beginning of the file's name.
         results: the folder of records.
+        of_kind: the machine; None: that whose records are published.
         wanted: what the record, its workload or its machine must have under these names.
     """
     found = []
-    for record in read(results / f"{scenario}-{KINDS.get(scenario, KIND)}.jsonl"):
+    for record in read(results / f"{scenario}-{of_kind or KINDS.get(scenario, KIND)}.jsonl"):
         facts = record["machine"] | record.get("workload", {}) | {k: v for k, v in record.items() if k != "machine"}
         if record["status"] == "ok" and all(facts.get(name) == value for name, value in wanted.items()):
             found.append(record)
@@ -71,7 +74,8 @@ def newest(found: Iterable[Record]) -> dict[tuple[int, str], Record]:
 
 def decode() -> dict[tuple[int, str], Record]:
     """Decode over the context, one thread, bf16: the newest sweep that has all three caches at every context."""
-    return _one_commit("decode", {"dynamic", "kvtier", "static"}, dtype="bfloat16", batch=1, threads=1, through="loop")
+    wanted = {"dtype": "bfloat16", "batch": 1, "threads": 1, "through": "loop", "of_kind": SWEPT}
+    return _one_commit("decode", {"dynamic", "kvtier", "static"}, **wanted)
 
 
 def held() -> dict[tuple[int, str], Record]:
