@@ -166,7 +166,7 @@ def run(args: argparse.Namespace) -> int:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
     logging.getLogger("kvtier").setLevel(logging.INFO)
     from kvtier.conversation.disk.files.folder import Folder
-    from kvtier.conversation.prompts import Prompts
+    from kvtier.conversation.given.prompts import Prompts
     from kvtier.hf.models.checkpoint.loading import model_of, quiet, tokenizer_of
 
     with quiet():
@@ -174,7 +174,7 @@ def run(args: argparse.Namespace) -> int:
         tokenizer = tokenizer_of(args.model)
         if args.chat_template is not None:
             _use_template(tokenizer, args.chat_template)
-        Prompts(tokenizer, None, args.default_chat_template_kwargs)
+        Prompts(tokenizer, None, args.default_chat_template_kwargs, any_tools=True)
         if args.store is not None:
             Folder(args.store).close()  # the same
         from kvtier.serving.http.server import Server

@@ -15,10 +15,10 @@ import torch
 
 from kvtier.conversation.calls.reuse import RowReuse
 from kvtier.conversation.disk.rows.pieces import Written
-from kvtier.conversation.given import check_count, message_of, role_of
+from kvtier.conversation.given.arguments import check_count, message_of, role_of
+from kvtier.conversation.given.prompts import Prompts
 from kvtier.conversation.index import common, packed
 from kvtier.conversation.kept.ranks import rank_of
-from kvtier.conversation.prompts import Prompts
 from kvtier.conversation.saved.wake import Wake
 from kvtier.errors import ClosedError, ConcurrentUseError, ConfigError
 from kvtier.eviction.rank import DEFAULT, Rank

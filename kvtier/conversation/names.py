@@ -14,7 +14,7 @@ from kvtier.conversation import records
 from kvtier.conversation.conversation import Conversation, Store
 from kvtier.conversation.disk.disk import Disk
 from kvtier.conversation.disk.rows.pieces import Written
-from kvtier.conversation.given import check_name
+from kvtier.conversation.given.arguments import check_name
 from kvtier.conversation.kept.ranks import Ranks
 from kvtier.conversation.saved.soon import Soon
 from kvtier.errors import BudgetError, ClosedError, ConfigError

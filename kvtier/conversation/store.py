@@ -24,7 +24,7 @@ from kvtier.conversation.disk.disk import Disk
 from kvtier.conversation.disk.rows.conversations import ids_of
 from kvtier.conversation.erasing import erase as remove
 from kvtier.conversation.erasing import shared
-from kvtier.conversation.given import (
+from kvtier.conversation.given.arguments import (
     check_count,
     check_name,
     check_salt,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from kvtier.config import CacheOptions, Size, checks_names, parse_bytes, parse_number
-from kvtier.conversation.given import check_count
+from kvtier.conversation.given.arguments import check_count
 from kvtier.conversation.store import ConversationStore
 from kvtier.errors import ConcurrentUseError, ConfigError, UnsupportedError
 from kvtier.hf.engine.copies import options_of_each

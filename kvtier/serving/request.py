@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kvtier.conversation.conversation import Conversation
-from kvtier.conversation.given import check_count, check_salt
+from kvtier.conversation.given.arguments import check_count, check_salt
 from kvtier.errors import ConfigError
 from kvtier.hf.engine.sampling import Sampling, log_probabilities
 from kvtier.scheduling.job import Job

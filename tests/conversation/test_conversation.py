@@ -26,7 +26,7 @@ from transformers import (
 from kvtier import ConcurrentUseError, ConfigError
 from kvtier.conversation import conversation
 from kvtier.conversation.conversation import Conversation
-from kvtier.conversation.given import text_of
+from kvtier.conversation.given.arguments import text_of
 
 PYLM = Path(__file__).resolve().parents[2] / "examples" / "pylm"
 

@@ -12,7 +12,7 @@ from families import tiny_model
 from test_store import GREEDY, Tokenizer, ones, some_ids, store_of
 
 from kvtier import ConfigError, ConversationStore, TieredMemory
-from kvtier.conversation.given import LONGEST_NAME
+from kvtier.conversation.given.arguments import LONGEST_NAME
 
 NAMES: dict[str, Any] = {
     "int": 5,

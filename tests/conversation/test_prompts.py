@@ -11,7 +11,7 @@ from test_store import GREEDY, Tokenizer, store_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvtier import ConfigError
-from kvtier.conversation.prompts import Prompts
+from kvtier.conversation.given.prompts import Prompts
 
 PYLM = Path(__file__).resolve().parents[2] / "examples" / "pylm"
 #: It writes tools first, and what was thought before an answer only where nobody says otherwise, as Qwen 3's does.
@@ -101,6 +101,12 @@ def test_tools_are_refused_by_a_template_that_writes_none_and_by_a_tokenizer_wit
     for given in ({"tools": [look_up], "given": None}, {"tools": None, "given": {"enable_thinking": False}}):
         with pytest.raises(ConfigError, match="leave it out, for the model's tokenizer has no chat template"):
             Prompts(tokenizer, **given)  # type: ignore[arg-type]
+    tokenizer.chat_template = {"default": "{{ messages }}{{ mood }}", "tool_use": "{{ messages }}{{ tools }}"}
+    Prompts(tokenizer, None, {"mood": "calm"})
+    with pytest.raises(ConfigError, match="mood: leave it out"):
+        Prompts(tokenizer, None, {"mood": "calm"}, any_tools=True)  # it would be ignored where a message has tools
+    tokenizer.chat_template = "{{ messages }}{{ mood }}"  # of no tools: these are refused where somebody gives them
+    Prompts(tokenizer, None, {"mood": "calm"}, any_tools=True)
     tokenizer.chat_template = {"rag": "{{ documents }}", "tool_use": "{{ tools }}"}
     with pytest.raises(ConfigError, match="which chat template is meant"):
         Prompts(tokenizer, None, {"documents": []})

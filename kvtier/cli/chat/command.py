@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("Give a MODEL, or --url of a server.")
     check_budgets(args)
     from kvtier.conversation.disk.files.folder import Folder
-    from kvtier.conversation.prompts import Prompts
+    from kvtier.conversation.given.prompts import Prompts
     from kvtier.hf.models.checkpoint.loading import model_of, quiet, tokenizer_of
 
     with quiet():

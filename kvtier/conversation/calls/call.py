@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kvtier.conversation.calls.reuse import RowReuse
+from kvtier.conversation.calls.reuse import RowReuse, are_ids, rows_of
 from kvtier.conversation.index import WIDTH, packed
 from kvtier.conversation.saved.tail import Tail
 from kvtier.errors import ConfigError
@@ -158,8 +158,8 @@ class Calls:
 
     def prompts(self, ids: Any, kwargs: dict[str, Any]) -> list[int]:
         """Tokens of each row of a prompt, without padding on the left; none, where these are no token ids."""
-        if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
-            return [0] * (ids.shape[0] if isinstance(ids, torch.Tensor) and ids.dim() else 1)
+        if not are_ids(ids):
+            return [0] * rows_of(ids)
         mask = kwargs.get("attention_mask")
         if mask is None and hasattr(self._model, "generation_config"):
             mask = self._default_mask(ids, kwargs)

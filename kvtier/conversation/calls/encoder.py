@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvtier.conversation.calls.reuse import RowReuse
+from kvtier.conversation.calls.reuse import RowReuse, are_ids, rows_of
 from kvtier.conversation.kept.kept import Kept
 from kvtier.hf.models import generation as of
 from kvtier.hf.models.identity import dependence
@@ -171,7 +171,6 @@ def _reuse_of(mask: torch.Tensor, why: str) -> tuple[RowReuse, ...]:
 
 def _nothing_of(ids: Any, mask: Any, why: str) -> tuple[RowReuse, ...]:
     """The same of a call that re-uses nothing, of whatever inputs."""
-    if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.is_floating_point():
-        rows = ids.shape[0] if isinstance(ids, torch.Tensor) and ids.dim() else 1
-        return (RowReuse(0, 0, 0, why),) * rows
+    if not are_ids(ids):
+        return (RowReuse(0, 0, 0, why),) * rows_of(ids)
     return _reuse_of(mask if isinstance(mask, torch.Tensor) and mask.shape == ids.shape else torch.ones_like(ids), why)

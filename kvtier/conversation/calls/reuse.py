@@ -31,6 +31,16 @@ class RowReuse:
     loaded: int = 0
 
 
+def are_ids(inputs: Any) -> bool:
+    """Whether the inputs of a call are token ids, `[rows, tokens]`."""
+    return isinstance(inputs, torch.Tensor) and inputs.dim() == 2 and not inputs.is_floating_point()
+
+
+def rows_of(inputs: Any) -> int:
+    """The rows of whatever inputs a call has."""
+    return int(inputs.shape[0]) if isinstance(inputs, torch.Tensor) and inputs.dim() else 1
+
+
 @dataclass(frozen=True)
 class StoreStats:
     """What a store holds and has saved.

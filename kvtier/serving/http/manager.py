@@ -128,13 +128,11 @@ class EngineManager(BaseGenerateManager):
 
     async def read(self, work: Callable[..., T], *args: Any) -> T:
         """Do what takes long for a long prompt, in a thread next to the event loop, which knows the visit, too."""
-        run = contextvars.copy_context().run
-        return await asyncio.get_running_loop().run_in_executor(self._readers, run, work, *args)
+        return await _within(self._readers, work, *args)
 
     async def form(self, work: Callable[..., T], *args: Any) -> T:
         """Make what holds answers to a schema, in a thread next to those that read prompts; it knows the visit, too."""
-        run = contextvars.copy_context().run
-        return await asyncio.get_running_loop().run_in_executor(self._formers, run, work, *args)
+        return await _within(self._formers, work, *args)
 
     async def look(self, work: Callable[..., T], *args: Any) -> T:
         """Look how the server is, in a thread next to the event loop and to those that read prompts."""
@@ -483,6 +481,12 @@ class EngineManager(BaseGenerateManager):
         await answers.all()
         tokens = answers.outputs[0].generated_tokens[: answers.answers[0].tokens]
         return processor.decode(tokens, skip_special_tokens=True), len(ids), list(tokens)
+
+
+async def _within(threads: concurrent.futures.Executor, work: Callable[..., T], *args: Any) -> T:
+    """Do something in another thread, which knows the visit."""
+    run = contextvars.copy_context().run
+    return await asyncio.get_running_loop().run_in_executor(threads, run, work, *args)
 
 
 def _least(asked: Asked) -> int:

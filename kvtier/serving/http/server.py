@@ -19,7 +19,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from kvtier.conversation.prompts import Prompts
+from kvtier.conversation.given.prompts import Prompts
 from kvtier.conversation.store import ConversationStore
 from kvtier.errors import ConfigError
 from kvtier.hf.engine.settings import token_by_token
@@ -91,7 +91,7 @@ class Server:
     """
 
     def __init__(self, model: Any, tokenizer: Any, options: ServerOptions) -> None:
-        Prompts(tokenizer, None, options.template)  # raises ConfigError
+        Prompts(tokenizer, None, options.template, any_tools=True)  # raises ConfigError
         self._options = options
         self._uvicorn: uvicorn.Server | None = None
         with contextlib.ExitStack() as stack:

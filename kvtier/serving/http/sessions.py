@@ -9,7 +9,7 @@ import time
 import urllib.parse
 
 from kvtier.conversation.conversation import Conversation
-from kvtier.conversation.given import check_name
+from kvtier.conversation.given.arguments import check_name
 from kvtier.conversation.names import OtherSaltError
 from kvtier.conversation.store import ConversationStore
 from kvtier.errors import BudgetError, ClosedError, ConfigError, KVTierError

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
-from kvtier.conversation.given import check_text, check_tokenizer, text_of
+from kvtier.conversation.given.arguments import check_text, check_tokenizer, text_of
 from kvtier.errors import ConfigError
 from kvtier.hf.models.checkpoint.templates import NOT_OF_TEMPLATES, makes_prompts, unread
 
@@ -22,13 +22,17 @@ class Prompts:
         tokenizer: of the model.
         tools: that the model may call, as `apply_chat_template` takes them; None: none.
         given: what else the template reads, by name.
+        any_tools: other messages may have tools, for which a tokenizer may have another template: that one reads all
+            that is given, too.
 
     Raises:
         ConfigError: what makes no difference to a prompt, for the template does not read it; or is malformed; or a
             processor in place of a tokenizer.
     """
 
-    def __init__(self, tokenizer: Any, tools: Sequence[Any] | None, given: Mapping[str, Any] | None) -> None:
+    def __init__(
+        self, tokenizer: Any, tools: Sequence[Any] | None, given: Mapping[str, Any] | None, *, any_tools: bool = False
+    ) -> None:
         check_tokenizer(tokenizer)
         if isinstance(tools, (str, bytes)) or not isinstance(tools, Sequence | None):
             raise ConfigError(f"tools={reprlib.repr(tools)}: give a list of functions, or of their JSON schemas.")
@@ -42,12 +46,15 @@ class Prompts:
             raise ConfigError(f"chat_template_kwargs has {own[0]!r}, which a chat gives itself: leave it out.")
         if self._options or tools:
             self._check_read(tools)
+        if self._options and any_tools:
+            self._check_read([{}], only=self._options)
         if tools:
             self._options["tools"] = list(tools)
 
-    def _check_read(self, tools: Sequence[Any] | None) -> None:
+    def _check_read(self, tools: Sequence[Any] | None, only: Container[str] | None = None) -> None:
         try:
             ignored = unread(self.tokenizer, tools, self._options) if self._has_code else [*self._options, "tools"]
+            ignored = [name for name in ignored if only is None or name in only]
         except ValueError as error:  # there are several templates
             raise ConfigError(f"The tokenizer does not say which chat template is meant: {error}") from error
         if ignored:
