@@ -82,6 +82,20 @@ def use_instruction_set(name: str) -> None:
         raise ConfigError(f"This CPU, or this library, does not have {name!r}.")
 
 
+def use_prefetch(way: str) -> None:
+    """Choose who fetches keys and values into the CPU's caches: for tests and benchmarks.
+
+    Args:
+        way: "software": the kernel does; "hardware": the CPU alone; "learned": the faster one for a dtype and a
+            number of query rows, found while tasks run, as it is from the start. All give the same bits.
+
+    Raises:
+        ConfigError: another name.
+    """
+    if library().kvtier_use_prefetch(way.encode()):
+        raise ConfigError(f"There is no way to prefetch that is called {way!r}: software, hardware or learned.")
+
+
 def check(error: int) -> None:
     """Raise `KVTierError` for an error code of the library."""
     if error:

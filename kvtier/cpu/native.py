@@ -23,6 +23,7 @@ from kvtier.cpu.loader import library as library
 from kvtier.cpu.loader import serves_prompts as serves_prompts
 from kvtier.cpu.loader import torch_team as torch_team
 from kvtier.cpu.loader import use_instruction_set as use_instruction_set
+from kvtier.cpu.loader import use_prefetch as use_prefetch
 from kvtier.cpu.merge import DTYPES as DTYPES
 from kvtier.cpu.merge import merge as merge
 from kvtier.errors import KVTierError

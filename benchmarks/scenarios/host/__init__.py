@@ -2,6 +2,7 @@
 
 llama     a layer of Llama 3.1 8B at 32k tokens, on as many threads as torch uses
 shapes    numbers of heads, contexts, batches, dtypes, head sizes, block sizes and instruction sets, on one thread
+prefetch  each way to prefetch, and what is learned, on one thread
 threads   one thread against several, and how far memory itself goes along
 busy      all cores against one core less, while another process is busy on one core
 submit    how soon `submit` returns, and how much Python gets done meanwhile
@@ -21,7 +22,7 @@ from benchmarks.cores import words
 from benchmarks.harness import Bench
 from benchmarks.scenarios.host import phases, prompts, submit, threads
 from benchmarks.scenarios.host.arena import Arena, Call, Ceiling, Make, Shape
-from benchmarks.scenarios.host.calls import ours, sdpa, torch_blocks, transformers_path, without_tiles
+from benchmarks.scenarios.host.calls import ours, prefetching, sdpa, torch_blocks, transformers_path, without_tiles
 from benchmarks.turns import Start
 from kvtier.cpu import native
 
@@ -73,9 +74,27 @@ def run_shapes(bench: Bench, arena: Arena) -> None:
         )
 
 
+def run_prefetch(bench: Bench, arena: Arena) -> None:
+    """Compare who fetches keys and values: instructions of the kernel, the hardware, or the one that is learned."""
+    ways = ("software", "hardware", "learned")
+    for shape, instruction_set in prefetched(quick=bench.settings.quick):
+        kernels = {f"kvtier, {way}": prefetching(way, instruction_set) for way in ways}
+        starts: dict[str, Start] = {name: partial(Call, arena, shape, one) for name, one in kernels.items()}
+        bench.compare_plain(
+            "host",
+            f"{shape}, all on {words(shape.threads)}" + (f", {instruction_set}" if instruction_set else ""),
+            {CEILING: partial(Ceiling, arena, shape)} | starts,
+            unit="GB/s",
+            rounds=bench.rounds(9),
+            base=CEILING,
+            workload=shape.fields() | ({"instruction_set": instruction_set} if instruction_set else {}),
+        )
+
+
 _CASES: dict[str, Callable[[Bench, Arena], None]] = {
     "llama": run_llama,
     "shapes": run_shapes,
+    "prefetch": run_prefetch,
     "threads": threads.run_threads,
     "busy": threads.run_busy,
     "submit": submit.run_submit,
@@ -121,6 +140,27 @@ def problems(*, quick: bool) -> Iterator[tuple[Shape, dict[str, Make]]]:
         yield replace(usual, dim=dim, lengths=(8192,)), kernel | {"sdpa": sdpa}
     for block_size in (16, 64, 128, 512):
         yield replace(usual, block_size=block_size, lengths=(16384,)), kernel | {"sdpa": sdpa}
+
+
+def prefetched(*, quick: bool) -> Iterator[tuple[Shape, str | None]]:
+    """What is measured, and with which instruction set: None, the best one."""
+    usual = Shape(torch.bfloat16, 32, 8, 128, (1024 if quick else 16384,))
+    yield usual, None
+    if quick:
+        return
+    for heads, kv_heads in ((16, 8), (32, 32), (64, 8)):
+        yield replace(usual, heads=heads, kv_heads=kv_heads), None
+    for block_size in (16, 64):
+        yield replace(usual, block_size=block_size), None
+    yield replace(usual, dim=64), None
+    yield replace(usual, lengths=(1024,)), None
+    yield replace(usual, threads=torch.get_num_threads()), None
+    for dtype in (torch.float16, torch.float32):
+        yield replace(usual, dtype=dtype), None
+    yield replace(usual, dtype=torch.float32, kv_heads=32), None
+    for name in ("avx512", "avx2"):
+        if _has(name):
+            yield usual, name
 
 
 def _has(name: str) -> bool:

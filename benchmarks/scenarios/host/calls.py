@@ -64,6 +64,21 @@ def ours(instruction_set: str | None = None, *, own_threads: bool = False) -> Ma
     return make
 
 
+def prefetching(way: str, instruction_set: str | None = None) -> Make:
+    """The native kernel, which prefetches in one of its ways."""
+
+    def make(arena: Arena, shape: Shape) -> Iterator[Callable[[], Any]]:
+        def forced(call: Callable[[], Any]) -> None:
+            native.use_prefetch(way)
+            call()
+            native.use_prefetch("learned")
+
+        for call in ours(instruction_set)(arena, shape):
+            yield partial(forced, call)
+
+    return make
+
+
 def without_tiles(make: Callable[[str], Make] = ours) -> dict[str, Make]:
     """The native kernel without AMX, where it has that."""
     return {"kvtier, avx512_bf16": make("avx512_bf16")} if native.instruction_set() == "amx_bf16" else {}

@@ -154,6 +154,21 @@ int kvtier_use_instruction_set(const char* name) {
   return KVTIER_OK;
 }
 
+int kvtier_use_prefetch(const char* name) {
+  for (const auto& [known, way] : {std::pair{"software", static_cast<int32_t>(Prefetch::software)},
+                                   std::pair{"hardware", static_cast<int32_t>(Prefetch::hardware)},
+                                   std::pair{"learned", LEARNED}})
+    if (!std::strcmp(name, known)) {
+      asked_prefetch.store(way, std::memory_order_relaxed);
+      return KVTIER_OK;
+    }
+  return KVTIER_INVALID;
+}
+
+int32_t kvtier_prefetch_lead(int32_t dtype, int32_t rows) {
+  return kernel_in_use()->contest(dtype, rows).lead();
+}
+
 void kvtier_use_team(void* entry) {
   pool();  // registers the fork handler, which drops the team
   team.store(reinterpret_cast<Team>(entry), std::memory_order_release);

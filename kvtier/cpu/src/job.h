@@ -10,10 +10,13 @@ constexpr int64_t TASK_BYTES = 1 << 20;  // of keys and values, about: enough wo
 // From here on there are two: half of it takes longer than a second thread takes to start.
 constexpr int64_t TWO_TASKS = TASK_BYTES / 2;
 constexpr int64_t MOST_TASKS = 32;  // over the blocks of one sequence: their results must be combined
-constexpr int64_t CUT = 16;         // tokens that are not cut, where blocks are a multiple of it
 // Rows (head, query) of a KV head. From so many on arithmetic is the limit, and each KV head is a share of its own; so
 // are about so many rows, over which packing keys and values is spread, and whose sums stay in the L2 cache.
 constexpr int64_t ROWS_OF_A_HEAD = 32, ROWS_OF_A_SHARE = 256;
+
+// How keys and values are prefetched: a `Prefetch`, or what is learned.
+constexpr int32_t LEARNED = -1;
+inline std::atomic<int32_t> asked_prefetch{LEARNED};
 
 // Nothing in here throws but std::bad_alloc.
 class Job {
@@ -55,10 +58,10 @@ class Job {
       const Share& share = shares_[static_cast<size_t>(task.share)];
       if (memory && share.task_count == 1) {
         const Partial own = kernel_->partial_at(problem_, share, reinterpret_cast<float*>(memory + scratch_bytes_));
-        kernel_->attend(problem_, share, task, memory, own);
+        attend(share, task, memory, own);
         kernel_->finish(problem_, share, &own, 1);
       } else if (memory) {
-        kernel_->attend(problem_, share, task, memory, partials_[i]);
+        attend(share, task, memory, partials_[i]);
         if (left_[task.share].fetch_sub(1, std::memory_order_acq_rel) == 1)
           kernel_->finish(problem_, share, &partials_[share.first_task], share.task_count);
       } else {
@@ -77,6 +80,20 @@ class Job {
   double seconds() const { return std::chrono::duration<double>(ended_ - began_).count(); }
 
  private:
+  // Prefetches in the way that is faster here, and learns which one that is.
+  void attend(const Share& share, const Task& task, char* memory, Partial out) {
+    const int32_t asked = asked_prefetch.load(std::memory_order_relaxed);
+    if (asked != LEARNED || share.group_rows() >= ROWS_OF_A_HEAD) {  // so many are computed longer than they are read
+      const Prefetch way = asked == LEARNED ? Prefetch::software : static_cast<Prefetch>(asked);
+      kernel_->attend(problem_, share, task, way, memory, out);
+      return;
+    }
+    Contest& contest = kernel_->contest(problem_.dtype, share.group_rows());
+    thread_local Trials<Clock> trials;
+    const Prefetch way = trials.begin(contest);
+    trials.end(contest, kernel_->attend(problem_, share, task, way, memory, out));
+  }
+
   static bool valid(const kvtier_problem& p) {
     const auto number = [](int32_t x) { return x == KVTIER_F32 || x == KVTIER_BF16 || x == KVTIER_F16; };
     if (!number(p.dtype) || !number(p.out_dtype)) return false;
@@ -118,27 +135,30 @@ class Job {
       return static_cast<int64_t>(r.index) + r.count <= low;
     });
     const size_t first_run = runs_.size();
-    int64_t before = 0;  // end of the last run
+    int64_t before = 0, blocks = 0;  // the end of the last run, and of all runs
     for (; run != end && run->index < high; run++) {
       const int64_t stop = static_cast<int64_t>(run->index) + run->count;
       if (run->count < 1 || run->index < before || stop > INT32_MAX) return false;
       before = stop;
       const int64_t index = std::max<int64_t>(run->index, low), count = std::min(stop, high) - index;
+      blocks += std::max<int64_t>(count, 0);
       if (count > 0)
         runs_.push_back({run->address + (index - run->index) * p.block_stride, static_cast<int32_t>(index),
                          static_cast<int32_t>(count)});
     }
 
-    // Where there are many queries, their number is what threads share; each then works on one KV head.
+    // Where there are many queries, their number is what threads share; each then works on one KV head. Else each half of
+    // the heads is a share: two threads have as much to do, however few the blocks are, and read what is contiguous.
     const bool many = all.group_rows() >= ROWS_OF_A_HEAD;
-    const int64_t heads = many ? p.kv_heads : 1;
+    const bool halves = p.kv_heads % 2 == 0 && bytes_of(blocks, p.kv_heads) >= TWO_TASKS;
+    const int64_t heads = many ? p.kv_heads : halves ? 2 : 1;
     const int64_t parts = std::clamp<int64_t>((all.group_rows() + ROWS_OF_A_SHARE / 2) / ROWS_OF_A_SHARE, 1, all.queries);
     for (int32_t g = 0; g < heads; g++)
       for (int64_t i = 0; i < parts; i++) {
         Share part = all;
         const int64_t first = all.queries * i / parts;
-        part.kv_head = g;
         part.kv_heads = static_cast<int32_t>(p.kv_heads / heads);
+        part.kv_head = g * part.kv_heads;
         part.query_heads = static_cast<int32_t>(p.heads / heads);
         part.first_query = static_cast<int32_t>(first);
         part.queries = static_cast<int32_t>(all.queries * (i + 1) / parts - first);
@@ -148,7 +168,7 @@ class Job {
         part.out += first * p.out_strides[1];
         part.lse += first * p.lse_strides[1];
         part.lowest = lowest(part);
-        cut(part, first_run, MOST_TASKS / (heads * parts), floats);
+        cut(part, first_run, heads * parts, floats);
       }
     return true;
   }
@@ -159,46 +179,41 @@ class Job {
     return window > 0 ? std::max(share.first_seen, share.position - window + 1) : share.first_seen;
   }
 
-  // Cut a share into at most so many tasks, where its sequence's runs begin there. Adds the floats that its partials need.
-  void cut(Share& share, size_t first_run, int64_t most, size_t& floats) {
+  int64_t bytes_of(int64_t blocks, int64_t kv_heads) const {
+    const kvtier_problem& p = problem_;
+    return blocks * kv_heads * p.block_size * (p.k_dim + p.v_dim) * (p.dtype == KVTIER_F32 ? 4 : 2);
+  }
+
+  // Cut a share, one of so many that its sequence has, into tasks of whole blocks: the sequence's runs begin there. Adds the
+  // floats that its partials need.
+  void cut(Share& share, size_t first_run, int64_t shares, size_t& floats) {
     const kvtier_problem& p = problem_;
     const int64_t low = share.lowest / p.block_size, high = (share.length + p.block_size - 1) / p.block_size;
     const kvtier_run *run = runs_.data() + first_run, *const end = runs_.data() + runs_.size();
     while (run != end && static_cast<int64_t>(run->index) + run->count <= low) run++;
     int64_t skip = run == end ? 0 : std::max<int64_t>(low - run->index, 0), blocks = -skip;
-    int64_t stop = 0;  // behind the last of them
-    for (const kvtier_run* r = run; r != end && r->index < high; r++) {
-      stop = std::min<int64_t>(static_cast<int64_t>(r->index) + r->count, high);
-      blocks += stop - r->index;
-    }
+    for (const kvtier_run* r = run; r != end && r->index < high; r++)
+      blocks += std::min<int64_t>(r->count, high - r->index);
     blocks = std::max<int64_t>(blocks, 0);  // none is listed
 
-    const int64_t element = p.dtype == KVTIER_F32 ? 4 : 2;
-    const int64_t total = blocks * share.kv_heads * p.block_size * (p.k_dim + p.v_dim) * element;
+    const int64_t total = bytes_of(blocks, share.kv_heads);
     bytes_ += total;
     const size_t partial = (kernel_->partial_floats(p, share) + 15) / 16 * 16;
     const int64_t partial_bytes = static_cast<int64_t>(partial) * 4;
-    // An even number, or one of two threads waits for the other's last task.
-    const int64_t enough = total < TWO_TASKS ? 1 : std::max<int64_t>((total / TASK_BYTES + 1) / 2 * 2, 2);
-    // In steps of tokens, for blocks are cut too: of three that two threads share, each attends to one and a half. Only
-    // what is seen counts, so that no task is empty.
-    const int64_t step = p.block_size % CUT == 0 ? CUT : p.block_size, steps = p.block_size / step;
-    const int64_t start = blocks ? (run->index + skip) * p.block_size : 0;
-    const int64_t unseen = std::max<int64_t>(share.lowest - start, 0) / step;
-    const int64_t seen = blocks * steps - unseen - std::max<int64_t>(stop * p.block_size - share.length, 0) / step;
-    const int64_t count = std::max<int64_t>(std::min({enough, most, total / (8 * partial_bytes), seen}), 1);
+    // Of all shares an even number, or one of two threads waits for the other's last task.
+    const int64_t even = total < TWO_TASKS ? 1 : std::max<int64_t>((total / TASK_BYTES + 1) / 2 * 2, 2);
+    const int64_t enough = shares % 2 == 0 ? (total + TASK_BYTES / 2) / TASK_BYTES : even;
+    const int64_t count =
+        std::max<int64_t>(std::min({enough, MOST_TASKS / shares, total / (8 * partial_bytes), blocks}), 1);
     share.first_task = tasks_.size();
     share.task_count = static_cast<size_t>(count);
-    // One pass over the runs finds where each task begins.
-    int64_t first = 0, begin = share.lowest;
+    // One pass over the runs finds where each task begins. The larger ones come first.
+    int64_t at = 0;
     for (int64_t i = 0; i < count; i++) {
-      const int64_t next = i + 1 < count ? unseen + seen * (i + 1) / count : blocks * steps;
-      const int64_t before = next / steps, part = next % steps;
-      tasks_.push_back(
-          {static_cast<int32_t>(shares_.size()), run, skip, before + (part > 0) - first, begin, share.length});
-      for (skip += before - first; run != end && skip >= run->count; run++) skip -= run->count;
-      first = before;
-      if (part) tasks_.back().end = begin = (run->index + skip) * p.block_size + part * step;
+      const int64_t next = (blocks * (i + 1) + count - 1) / count;
+      tasks_.push_back({static_cast<int32_t>(shares_.size()), run, skip, next - at});
+      for (skip += next - at; run != end && skip >= run->count; run++) skip -= run->count;
+      at = next;
     }
     scratch_bytes_ = std::max(scratch_bytes_, (kernel_->scratch_bytes(p, share) + 63) / 64 * 64);
     if (count == 1) own_partial_bytes_ = std::max(own_partial_bytes_, static_cast<size_t>(partial_bytes));

@@ -18,7 +18,6 @@ constexpr int KEY_STEP = 32;       // tokens whose scores with all rows are comp
 // Compilers fuse the scaling of a score with the subtraction of the highest one, which was rounded when it was scaled. Up
 // to here that rounding is at most 1/2; where it is more, the highest score's own weight may be 0 or infinite.
 constexpr float FUSED = 1 << 24;
-constexpr int DISTANCE = 8 << 10;  // bytes that are prefetched ahead: more than memory's rate times its latency
 
 // Neighbouring tokens of one block.
 struct Segment {
@@ -76,11 +75,15 @@ class Attention {
     return query_bytes(p, share) + 2 * score_bytes(share) + 2 * packed_bytes(p, share);
   }
 
-  static void attend(const kvtier_problem& p, const Share& share, const Task& task, char* scratch, Partial out) {
+  // The tokens that were attended to. Either prefetch gives the same bits.
+  static int64_t attend(const kvtier_problem& p, const Share& share, const Task& task, Prefetch prefetch, char* scratch,
+                        Partial out) {
     Attention self(p, share, scratch, out);
-    if (self.rows_ < MANY_ROWS<M>) return self.run(task);
+    if (self.rows_ < MANY_ROWS<M>)
+      return prefetch == Prefetch::software ? self.template run<SoftwarePrefetch>(task)
+                                            : self.template run<HardwarePrefetch>(task);
     [[maybe_unused]] const Packing<M> packing;
-    self.run(task);
+    return self.template run<HardwarePrefetch>(task);
   }
 
  private:
@@ -103,7 +106,8 @@ class Attention {
     adjusted_ = !(p.scale > 0) || p.softcap > 0 || p.slopes || biased;
   }
 
-  void run(const Task& task) {
+  template <class P>
+  int64_t run(const Task& task) {
     pack_query();
     const int all = share_.rows();
     std::fill_n(out_.highest, all, NEVER);
@@ -114,8 +118,9 @@ class Attention {
     Segment tiles[2][PACKED];
     Segment *tile = tiles[0], *last = tiles[1];
     int count = 0, columns = 0, last_count = 0, last_columns = 0;
+    int64_t tokens = 0;
     const auto end_tile = [&] {
-      if (last_count) attend_tile(last, last_count, last_columns, count ? tile : nullptr);
+      if (last_count) attend_tile<P>(last, last_count, last_columns, count ? tile : nullptr);
       std::swap(tile, last);
       last_count = count, last_columns = columns;
       count = columns = 0;
@@ -128,12 +133,13 @@ class Attention {
       const char* block = reinterpret_cast<const char*>(run->address + skip * p_.block_stride);
       int64_t start = (run->index + skip) * p_.block_size;
       for (int64_t b = 0; b < blocks; b++, block += p_.block_stride, start += p_.block_size) {
-        // The tokens of this block that are the task's.
-        int64_t position = std::max(start, task.begin);
+        // The tokens of this block that are seen.
+        int64_t position = std::max(start, share_.lowest);
         int skipped = static_cast<int>(position - start);
-        int n = static_cast<int>(std::min<int64_t>(start + p_.block_size, task.end) - position);
+        int n = static_cast<int>(std::min<int64_t>(start + p_.block_size, share_.length) - position);
         // A tile does not end in the middle of a block that fits into one, wherever the first one begins.
         if (columns && n > tile_ - columns && rows_ < MANY_ROWS<M>) end_tile();
+        tokens += std::max(n, 0);
         while (n > 0) {
           const int take = std::min(n, tile_ - columns);
           tile[count++] = {block, position, skipped, take, columns};
@@ -147,6 +153,7 @@ class Attention {
     }
     if (columns) end_tile();
     end_tile();
+    return tokens;
   }
 
   void pack_query() {
@@ -172,8 +179,8 @@ class Attention {
     return reinterpret_cast<const T*>(s.block) + keys * p_.k_dim + (head * p_.block_size + s.skip) * p_.v_dim;
   }
 
-  template <int ROWS>
-  void score_rows(const Segment& s, int g, int row, int slot, Ahead& ahead) {
+  template <int ROWS, class P>
+  void score_rows(const Segment& s, int g, int row, int slot, P& ahead) {
     const auto* q = query_ + (static_cast<size_t>(g) * padded_ + row) * query_pad_;
     float* scores = scores_ + (slot + row) * ROW + s.column;
     const int passes = (rows_ + 3) / 4;
@@ -188,7 +195,8 @@ class Attention {
     }
   }
 
-  void score_step(const Segment& s, int g, int slot, Ahead& ahead) {
+  template <class P>
+  void score_step(const Segment& s, int g, int slot, P& ahead) {
     for (int row = 0; row < rows_; row += 4) {
       const int left = rows_ - row;
       if (left >= 3) score_rows<4>(s, g, row, slot, ahead);
@@ -197,9 +205,12 @@ class Attention {
     }
   }
 
-  void score_tokens(const Segment& s, int g, int slot, Ahead& ahead) {
-    for (int t = 0; t < s.n; t += KEY_STEP) {
-      const Segment some{s.block, s.position + t, s.skip + t, std::min(KEY_STEP, s.n - t), s.column + t};
+  template <class P>
+  void score_tokens(const Segment& s, int g, int slot, P& ahead) {
+    // One pass without prefetches needs no steps.
+    const int step = P::BY_SOFTWARE || rows_ > 4 ? KEY_STEP : s.n;
+    for (int t = 0; t < s.n; t += step) {
+      const Segment some{s.block, s.position + t, s.skip + t, std::min(step, s.n - t), s.column + t};
       ahead.begin(static_cast<int64_t>(some.n) * p_.k_dim * sizeof(T));
       score_step(some, g, slot, ahead);
     }
@@ -207,14 +218,15 @@ class Attention {
 
   // The keys of a block's heads are neighbours, and then its values: where a tile is a block, memory is read in its order.
   // `next` is the first segment of the next tile, or null.
+  template <class P>
   void attend_tile(const Segment* tile, int count, int columns, const Segment* next) {
     look_at(tile, count);
     if (rows_ >= MANY_ROWS<M>) return attend_packed(tile, count, columns);
     const int at_once = heads_at_once(share_);
     for (int first = 0; first < share_.kv_heads; first += at_once) {
       const int last = std::min(first + at_once, share_.kv_heads);
-      const Bytes* const first_values = list_runs(tile, count, first, last, next);
-      Ahead keys(runs_, DISTANCE), values(first_values, DISTANCE);
+      const Bytes* const first_values = P::BY_SOFTWARE ? list_runs(tile, count, first, last, next) : nullptr;
+      P keys(runs_), values(first_values);
       for (int i = 0; i < count; i++)
         for (int g = first; g < last; g++) score_tokens(tile[i], g, (g - first) * padded_, keys);
       clock_.end(Phase::keys);
@@ -274,7 +286,8 @@ class Attention {
     }
   }
 
-  void add_tokens(const Segment& s, int g, int slot, Ahead& ahead) {
+  template <class P>
+  void add_tokens(const Segment& s, int g, int slot, P& ahead) {
     const typename M::Weight* weights = weights_ + slot * ROW + s.column;
     float* out = out_.values + static_cast<size_t>(g) * rows_ * value_pad_;
     switch (p_.v_dim) {
@@ -538,8 +551,10 @@ inline const Kernel* kernel(const char* name) {
       [](const kvtier_problem& p, const Share& share, float* memory) {
         return with_dtype(p, [&](auto* a) { return std::remove_reference_t<decltype(*a)>::partial_at(p, share, memory); });
       },
-      [](const kvtier_problem& p, const Share& share, const Task& task, char* scratch, Partial out) {
-        with_dtype(p, [&](auto* a) { std::remove_reference_t<decltype(*a)>::attend(p, share, task, scratch, out); });
+      [](const kvtier_problem& p, const Share& share, const Task& task, Prefetch prefetch, char* scratch, Partial out) {
+        return with_dtype(p, [&](auto* a) {
+          return std::remove_reference_t<decltype(*a)>::attend(p, share, task, prefetch, scratch, out);
+        });
       },
       [](const kvtier_problem& p, const Share& share, const Partial* parts, size_t count) {
         with_dtype(p, [&](auto* a) { std::remove_reference_t<decltype(*a)>::finish(p, share, parts, count); });

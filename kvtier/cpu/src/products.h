@@ -5,6 +5,7 @@
 #include <cmath>
 #include <limits>
 
+#include "prefetch.h"
 #include "tasks.h"
 
 #define KVTIER_INLINE inline __attribute__((always_inline))
@@ -54,55 +55,6 @@ inline V tanh(V x) {
   const V ratio = div(sub(set1(1.0f), e), add(set1(1.0f), e));
   return where_small(x, 0.2f, small, with_sign(ratio, x));
 }
-
-// Neighbouring bytes.
-struct Bytes {
-  const char *begin, *end;
-};
-
-// The cache that is prefetched into. x86 processors have few lines under way to the first-level cache, which a jump from
-// one head's tokens to the next one's waits for, and more to the second: docs/design/host-attention.md has figures.
-#if defined(__x86_64__)
-constexpr int NEAR = 2;
-#else
-constexpr int NEAR = 3;
-#endif
-
-// Prefetches what a task reads, in the order in which it does, some bytes ahead and at its pace. The hardware foresees
-// neither where a run ends nor what comes behind it, and stops soon while rows after the first ones are at work on
-// tokens that are in the L1 cache already.
-class Ahead {
- public:
-  // Of runs that are read one after the other, from `distance` bytes on. The last one has no end.
-  Ahead(const Bytes* run, int64_t distance) : run_(run) {
-    for (; run_->end - run_->begin <= distance; run_++) distance -= run_->end - run_->begin;
-    at_ = stop_ = run_->begin + distance;
-  }
-
-  // The next `bytes` bytes are read now.
-  void begin(int64_t bytes) {
-    wanted_ += bytes;
-    if (at_ >= run_->end) at_ = stop_ = (++run_)->begin;
-    const int64_t some = std::min<int64_t>(wanted_, run_->end - stop_);
-    stop_ += some;
-    wanted_ -= some;
-  }
-  // Each of `passes` passes over them, all alike, has turns of so many bytes.
-  void pace(int bytes, int passes) { turn_ = (bytes / passes + 63) / 64 * 64; }
-
-  KVTIER_INLINE void step() {
-    const char* const stop = std::min(at_ + turn_, stop_);
-    const char* at = at_;
-    for (; at < stop; at += 64) __builtin_prefetch(at, 0, NEAR);
-    at_ = at;
-  }
-
- private:
-  const Bytes* run_;
-  const char *at_, *stop_;
-  int64_t wanted_ = 0;  // bytes behind the end of the run
-  int64_t turn_ = 0;    // bytes with each turn
-};
 
 // How one dtype is multiplied. `Weight` is the type of the softmax's results.
 template <class T>
@@ -224,9 +176,9 @@ KVTIER_INLINE void score_some(const typename M::Query* query, int query_stride, 
 template <class M, int ROWS, int DIM>
 constexpr int held = ROWS != 4 || DIM == 0 ? 0 : up(DIM, M::STEP) <= 4 * M::STEP ? 4 : up(DIM, M::STEP) <= 8 * M::STEP ? 3 : 0;
 
-template <class M, int DIM>
+template <class M, int DIM, class P>
 inline void score_held(const typename M::Element* keys, int n, const typename M::Query* query, int query_stride,
-                       float* scores, int score_stride, Ahead& ahead) {
+                       float* scores, int score_stride, P& ahead) {
   constexpr int N = up(DIM, M::STEP) / M::STEP, REST = DIM % M::STEP, HELD = held<M, 4, DIM>;
   typename M::Vector q[HELD][N];
   UNROLL for (int r = 0; r < HELD; r++)
@@ -252,9 +204,9 @@ inline void score_held(const typename M::Element* keys, int n, const typename M:
 
 // scores[r, t] = query row r . key t, for ROWS rows and n tokens of `dim` elements, in one of `passes` passes over them.
 // Up to W - 1 columns of scores behind n are undefined, wherever the row begins.
-template <class M, int ROWS, int DIM>
+template <class M, int ROWS, int DIM, class P>
 inline void score(const typename M::Element* keys, int dim, int n, const typename M::Query* query, int query_stride,
-                  float* scores, int score_stride, int passes, Ahead& ahead) {
+                  float* scores, int score_stride, int passes, P& ahead) {
   constexpr int TOKENS = W / ROWS;
   if constexpr (DIM != 0) dim = DIM;
   int t = 0;
@@ -291,9 +243,9 @@ constexpr int widest = ROWS == 4 ? WIDEST_OF_4 : WIDEST_OF_2;
 KVTIER_INLINE void add_to(float* p, V x) { store(p, add(load(p), x)); }
 
 // out[r, :] += sum over t of weights[r, t] * values[t, :], for ROWS rows, n tokens, and `columns` columns of `dim`.
-template <class T, int ROWS, int VECTORS>
+template <class T, int ROWS, int VECTORS, class P>
 KVTIER_INLINE void add_columns(const T* values, int dim, int columns, int n, const float* weights, float* out,
-                               int out_stride, Ahead& ahead) {
+                               int out_stride, P& ahead) {
   V acc[ROWS][VECTORS];
   UNROLL for (int r = 0; r < ROWS; r++)
     UNROLL for (int c = 0; c < VECTORS; c++) acc[r][c] = zero();
@@ -319,9 +271,9 @@ KVTIER_INLINE void add_columns(const T* values, int dim, int columns, int n, con
 }
 
 #ifdef KVTIER_DOT
-template <class T, int ROWS, int VECTORS>
+template <class T, int ROWS, int VECTORS, class P>
 KVTIER_INLINE void add_columns(const bf16* values, int dim, int columns, int n, const bf16* weights, float* out,
-                               int out_stride, Ahead& ahead) {
+                               int out_stride, P& ahead) {
   V low[ROWS][VECTORS], high[ROWS][VECTORS];
   UNROLL for (int r = 0; r < ROWS; r++)
     UNROLL for (int c = 0; c < VECTORS; c++) {
@@ -394,18 +346,20 @@ KVTIER_INLINE void each_panel(int dim, F f) {
 }
 
 // All `rows` of one KV head.
-template <class M, int DIM>
+template <class M, int DIM, class P>
 inline void add_rows(const typename M::Element* values, int dim, int n, const typename M::Weight* weights, int rows,
-                     float* out, int out_stride, Ahead& ahead) {
+                     float* out, int out_stride, P& ahead) {
   using T = typename M::Element;
   if constexpr (DIM != 0) dim = DIM, out_stride = up(DIM, M::COLUMNS);
   constexpr int step = STEP_TOKENS;
-  constexpr bool FOURS = DIM != 0;  // values are converted and paired once for four rows
+  // Values are converted and paired once for four rows. The hardware follows whole tokens only, so that without prefetches
+  // four rows must not take more columns than there are registers for.
+  constexpr bool FOURS = DIM != 0 && (P::BY_SOFTWARE || W <= 8 || panels<M, 4, DIM> == 1);
   const int fours = FOURS ? rows / 4 : 0, twos = (rows - 4 * fours + 1) / 2;
   constexpr int PANELS_OF_4 = DIM ? panels<M, 4, DIM> : 1, PANELS_OF_2 = DIM ? panels<M, 2, DIM> : 1;
   const int passes = fours * PANELS_OF_4 + twos * PANELS_OF_2;
   const auto add_step = [&](const typename M::Element* values, const typename M::Weight* weights, int some,
-                            Ahead& ahead) KVTIER_LAMBDA {
+                            P& ahead) KVTIER_LAMBDA {
     int row = 0;
     // A panel of all rows before the next panel: lines that are skipped at first were prefetched longer ago.
     const auto add = [&](auto count) KVTIER_LAMBDA {

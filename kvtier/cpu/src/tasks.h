@@ -1,6 +1,7 @@
 // What the engine and the kernels share: a problem cut into tasks.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -8,6 +9,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "contest.h"
 
 // Queries of one sequence that follow each other, in KV heads that do: one result, which tasks over blocks add up to. All
 // of a sequence that has few; see `Job::add`. Copied, so that the caller may change its own as soon as the call was taken.
@@ -28,14 +30,13 @@ struct Share {
   int rows() const { return query_heads * queries; }
 };
 
-// Some of the tokens of one share. Where a sequence is cut depends on its size alone, never on the number of threads, on
+// Some blocks of one share. Where a sequence is cut depends on its size alone, never on the number of threads, on
 // their timing, or on how its blocks are grouped in runs: results are the same, bit for bit, each time.
 struct Task {
   int32_t share;
   const kvtier_run* run;  // the first
   int64_t skip;           // blocks of the first run that belong to earlier tasks alone
   int64_t blocks;         // of this run and those behind it
-  int64_t begin, end;     // positions: of the first of these blocks and of the last one, a part may be another task's
 };
 
 // What has been seen so far, for every row (head, query) of a share: out = values / sum.
@@ -53,17 +54,24 @@ struct Scratch {
   char* take(size_t bytes);
 };
 
+constexpr int MOST_CONTESTS = 16;
+
 struct Kernel {
   const char* name;
   // Floats of one partial and bytes of scratch, for one share.
   size_t (*partial_floats)(const kvtier_problem&, const Share&);
   size_t (*scratch_bytes)(const kvtier_problem&, const Share&);
   Partial (*partial_at)(const kvtier_problem&, const Share&, float* memory);
-  void (*attend)(const kvtier_problem&, const Share&, const Task&, char* scratch, Partial);
+  // Returns the tokens that were attended to. The way they are prefetched changes no bit.
+  int64_t (*attend)(const kvtier_problem&, const Share&, const Task&, Prefetch, char* scratch, Partial);
   // Combine a share's partials into `out` and `lse`. Overwrites parts[0].
   void (*finish)(const kvtier_problem&, const Share&, const Partial* parts, size_t count);
   void (*merge)(const kvtier_merge_problem&);
   uint64_t (*checksum)(const uint64_t* words, int64_t count, uint64_t seed);
+
+  mutable Contest contests[3][MOST_CONTESTS] = {};  // by dtype and by rows of a KV head
+
+  Contest& contest(int32_t dtype, int32_t rows) const { return contests[dtype][std::clamp(rows, 1, MOST_CONTESTS) - 1]; }
 };
 
 const Kernel* portable_kernel();
