@@ -46,9 +46,12 @@ def read_all(instruction_set: str) -> None:
         for spec in itertools.islice(specs(), 0, None, 3 if instruction_set == "portable" else 1):
             case = Case(changed(spec, dtype=dtype))
             print(case.spec, flush=True)
-            fenced, plain = attend(case, paged=Fenced(case)), attend(case)
-            assert torch.equal(fenced.out, plain.out)
-            assert torch.equal(fenced.lse, plain.lse)
+            plain, paged = attend(case), Fenced(case)
+            for way in ("software", "hardware"):
+                native.use_prefetch(way)
+                fenced = attend(case, paged=paged)
+                assert torch.equal(fenced.out, plain.out)
+                assert torch.equal(fenced.lse, plain.lse)
     print("all")
 
 

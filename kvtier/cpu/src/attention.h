@@ -78,12 +78,10 @@ KVTIER_API const char* kvtier_source(void);  // a digest of the sources that thi
 KVTIER_API const char* kvtier_instruction_set(void);
 KVTIER_API int kvtier_use_instruction_set(const char* name);  // 0, or KVTIER_INVALID where this CPU lacks it
 
-// For tests and benchmarks: prefetch by instructions ("software"), by none ("hardware"), or in the way that was found to be
-// faster ("learned", from the start). 0, or KVTIER_INVALID where there is no such way. The results are the same, bit for bit.
+// How keys and values get into the caches, for tests and benchmarks: "software", by instructions of the kernel; "hardware",
+// without; "learned", as from the start, in the way that tasks are found to be faster. The results are the same, bit for
+// bit. 0, or KVTIER_INVALID for another name.
 KVTIER_API int kvtier_use_prefetch(const char* name);
-// What was learned for a dtype and so many query rows to a KV head: by how many pairs of tasks software is ahead, up to 8,
-// where it is settled; below 0: the hardware.
-KVTIER_API int32_t kvtier_prefetch_lead(int32_t dtype, int32_t rows);
 
 // Attend now, with up to `threads` threads, the caller's among them.
 KVTIER_API int kvtier_attend(const kvtier_problem* problem, int32_t threads);

@@ -2,8 +2,8 @@
 //
 // It depends on the processor, on what a virtual machine lets it do, on how much there is to compute for each byte, and
 // on how many threads read at once: docs/design/host-attention.md has figures. So each thread times some of its tasks in
-// pairs, one each way, and each pair moves a counter by one towards the faster way, as a branch predictor counts. A task that
-// the system held up weighs no more than any other, and a machine that changes is followed.
+// pairs, one each way, and each pair moves a counter by one towards the faster way, as a branch predictor counts. A task
+// that the system held up weighs no more than any other, and a machine that changes is followed.
 #pragma once
 
 #include <algorithm>
@@ -13,6 +13,10 @@
 #include <cstdlib>
 
 enum class Prefetch : int32_t { hardware, software };
+
+// One for each dtype and number of rows to a KV head.
+constexpr int ROWS_APART = 16, CONTESTS = 3 * ROWS_APART;
+inline int contest_of(int32_t dtype, int rows) { return dtype * ROWS_APART + std::clamp(rows, 1, ROWS_APART) - 1; }
 
 class Contest {
  public:
@@ -24,7 +28,8 @@ class Contest {
   int lead() const { return lead_.load(std::memory_order_relaxed); }
   // Of two threads that count at once, one may not be counted.
   void count(Prefetch faster) {
-    lead_.store(std::clamp(lead() + (faster == Prefetch::software ? 1 : -1), -SETTLED, SETTLED), std::memory_order_relaxed);
+    const int now = lead() + (faster == Prefetch::software ? 1 : -1);
+    lead_.store(std::clamp(now, -SETTLED, SETTLED), std::memory_order_relaxed);
   }
 
  private:
@@ -35,17 +40,17 @@ class Contest {
 template <class Clock>
 class Trials {
  public:
-  static constexpr int EVERY = 64;        // tasks behind which a pair is timed where all is settled
-  static constexpr double SHORT = 5e-6;   // seconds up to which a task tells nothing
+  static constexpr int EVERY = 64;       // tasks behind which a pair is timed where all is settled
+  static constexpr double SHORT = 5e-6;  // seconds up to which a task tells nothing
 
   // How the next task prefetches.
   Prefetch begin(const Contest& contest) {
     if (contest_ != &contest) contest_ = &contest, first_ = 0;
-    timed_ = first_ > 0 || !contest.settled() || ++untimed_ >= EVERY;
+    timed_ = first_ > 0 ? --gap_ < 0 : !contest.settled() || ++untimed_ >= EVERY;
     if (!timed_) return contest.winner();
     untimed_ = 0;
     if (first_ > 0) way_ = other(way_);
-    else way_ = long_ ? by_chance() : contest.winner();
+    else way_ = !long_ ? contest.winner() : chance() ? Prefetch::software : Prefetch::hardware;
     began_ = Clock::now();
     return way_;
   }
@@ -58,13 +63,15 @@ class Trials {
     const double cost = long_ ? seconds / static_cast<double>(tokens) : 0;
     if (cost > 0 && first_ > 0) contest.count(cost < first_ ? way_ : other(way_));
     first_ = first_ > 0 ? 0 : cost;
+    gap_ = chance();
   }
 
  private:
-  // Which one is the first: the first task of a call reads its query and its code from farther away.
-  Prefetch by_chance() {
+  // Which way is the first of a pair, and whether a task is between its two, is left to chance: the first task of a call
+  // takes longer, for its query and code come from farther away, and a call may have two.
+  bool chance() {
     random_ = random_ * 1664525u + 1013904223u;
-    return random_ >> 31 ? Prefetch::software : Prefetch::hardware;
+    return random_ >> 31;
   }
   static Prefetch other(Prefetch way) { return way == Prefetch::software ? Prefetch::hardware : Prefetch::software; }
 
@@ -72,8 +79,9 @@ class Trials {
   Prefetch way_ = Prefetch::software;
   bool timed_ = false;
   bool long_ = false;  // the last task that was timed told something
-  double first_ = 0;  // seconds per token of a pair's first task; 0: there is none
-  int untimed_ = 0;   // tasks since the last one that was
+  double first_ = 0;   // seconds per token of a pair's first task; 0: there is none
+  int gap_ = 0;        // tasks between it and the second one
+  int untimed_ = 0;    // tasks since the last one that was
   uint32_t random_ = 1;
   typename Clock::time_point began_;
 };

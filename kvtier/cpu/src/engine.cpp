@@ -165,10 +165,6 @@ int kvtier_use_prefetch(const char* name) {
   return KVTIER_INVALID;
 }
 
-int32_t kvtier_prefetch_lead(int32_t dtype, int32_t rows) {
-  return kernel_in_use()->contest(dtype, rows).lead();
-}
-
 void kvtier_use_team(void* entry) {
   pool();  // registers the fork handler, which drops the team
   team.store(reinterpret_cast<Team>(entry), std::memory_order_release);

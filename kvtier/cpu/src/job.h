@@ -88,10 +88,11 @@ class Job {
       kernel_->attend(problem_, share, task, way, memory, out);
       return;
     }
-    Contest& contest = kernel_->contest(problem_.dtype, share.group_rows());
-    thread_local Trials<Clock> trials;
-    const Prefetch way = trials.begin(contest);
-    trials.end(contest, kernel_->attend(problem_, share, task, way, memory, out));
+    thread_local Trials<Clock> own[CONTESTS];
+    const int which = contest_of(problem_.dtype, share.group_rows());
+    Contest& contest = kernel_->contests[which];
+    const Prefetch way = own[which].begin(contest);
+    own[which].end(contest, kernel_->attend(problem_, share, task, way, memory, out));
   }
 
   static bool valid(const kvtier_problem& p) {

@@ -1,7 +1,6 @@
 // What the engine and the kernels share: a problem cut into tasks.
 #pragma once
 
-#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -54,8 +53,6 @@ struct Scratch {
   char* take(size_t bytes);
 };
 
-constexpr int MOST_CONTESTS = 16;
-
 struct Kernel {
   const char* name;
   // Floats of one partial and bytes of scratch, for one share.
@@ -69,9 +66,7 @@ struct Kernel {
   void (*merge)(const kvtier_merge_problem&);
   uint64_t (*checksum)(const uint64_t* words, int64_t count, uint64_t seed);
 
-  mutable Contest contests[3][MOST_CONTESTS] = {};  // by dtype and by rows of a KV head
-
-  Contest& contest(int32_t dtype, int32_t rows) const { return contests[dtype][std::clamp(rows, 1, MOST_CONTESTS) - 1]; }
+  mutable Contest contests[CONTESTS] = {};  // see `contest_of`
 };
 
 const Kernel* portable_kernel();
