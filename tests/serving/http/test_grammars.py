@@ -226,6 +226,17 @@ def test_a_schema_that_cannot_be_followed_is_refused_before_anything_runs(
     assert len(str(error.value)) < 400
 
 
+def test_a_tokenizer_may_have_tokens_that_the_model_lacks(trained: tuple[Any, Any]) -> None:
+    model, tokenizer = trained
+    larger = copy.deepcopy(tokenizer)
+    more = model.config.vocab_size + 9 - len(larger)
+    assert larger.add_tokens([f"<more{i}>" for i in range(more)]) == more
+    schema, good = SCHEMAS[-1]
+    grammar = Grammars(larger, model).of("response_format", schema, None, None)
+    found = answer(grammar.processor(3), trained, random.Random(0), 3)
+    assert good(json.loads(tokenizer.decode(found)))
+
+
 def test_what_does_not_go_with_a_schema_is_refused(made: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
     with pytest.raises(Refusal, match="held to response_format calls nothing"):

@@ -75,7 +75,9 @@ class Grammars:
                     raise Refusal(400, f"{field}: this model has no token that ends an answer.", param=field)
                 ends = list(ends) if isinstance(ends, Iterable) else [ends]
                 try:
-                    self._made = from_tokenizer(self._tokenizer, of.vocabulary_of(self._model), ends)
+                    # A tokenizer may have got tokens that the model has no embeddings for.
+                    size = max(len(self._tokenizer), of.vocabulary_of(self._model) or 0)
+                    self._made = from_tokenizer(self._tokenizer, size, ends)
                 except Exception as error:  # of what it reads, which may be anything
                     fault(error, "unsupported")  # for whoever runs the server
                     text = f"{field}: llguidance cannot read this model's tokenizer."
