@@ -208,7 +208,7 @@ class Job {
         std::max<int64_t>(std::min({enough, MOST_TASKS / shares, total / (8 * partial_bytes), blocks}), 1);
     share.first_task = tasks_.size();
     share.task_count = static_cast<size_t>(count);
-    // One pass over the runs finds where each task begins. The larger ones come first.
+    // One pass over the runs finds where each task begins. No task is larger than the first, none smaller than the last.
     int64_t at = 0;
     for (int64_t i = 0; i < count; i++) {
       const int64_t next = (blocks * (i + 1) + count - 1) / count;

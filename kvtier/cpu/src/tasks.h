@@ -10,8 +10,8 @@
 #include "attention.h"
 #include "contest.h"
 
-// Queries of one sequence that follow each other, in KV heads that do: one result, which tasks over blocks add up to. All
-// of a sequence that has few; see `Job::add`. Copied, so that the caller may change its own as soon as the call was taken.
+// Queries of one sequence that follow each other, in KV heads that do: one result, which tasks over blocks add up to. A
+// sequence has one or several; see `Job::add`. Copied, so that the caller may change its own as soon as the call was taken.
 struct Share {
   int32_t row;                // of the sequence in the problem: of the mask
   int32_t kv_head, kv_heads;  // the first, and how many
@@ -34,7 +34,7 @@ struct Share {
 struct Task {
   int32_t share;
   const kvtier_run* run;  // the first
-  int64_t skip;           // blocks of the first run that belong to earlier tasks alone
+  int64_t skip;           // blocks of the first run that earlier tasks have, or that no query sees
   int64_t blocks;         // of this run and those behind it
 };
 
