@@ -45,7 +45,7 @@ class Trials {
 
   // How the next task prefetches.
   Prefetch begin(const Contest& contest) {
-    if (contest_ != &contest) contest_ = &contest, first_ = 0;
+    if (contest_ != &contest) contest_ = &contest, first_ = 0;  // that of another instruction set
     timed_ = first_ > 0 ? --gap_ < 0 : !contest.settled() || ++untimed_ >= EVERY;
     if (!timed_) return contest.winner();
     untimed_ = 0;
@@ -55,12 +55,12 @@ class Trials {
     return way_;
   }
 
-  // It is done, and attended to so many tokens.
-  void end(Contest& contest, int64_t tokens) {
+  // It is done, and read so many elements of keys and values.
+  void end(Contest& contest, int64_t elements) {
     if (!timed_) return;
     const double seconds = std::chrono::duration<double>(Clock::now() - began_).count();
-    long_ = tokens && seconds > SHORT;
-    const double cost = long_ ? seconds / static_cast<double>(tokens) : 0;
+    long_ = elements && seconds > SHORT;
+    const double cost = long_ ? seconds / static_cast<double>(elements) : 0;
     if (cost > 0 && first_ > 0) contest.count(cost < first_ ? way_ : other(way_));
     first_ = first_ > 0 ? 0 : cost;
     gap_ = chance();
@@ -79,7 +79,7 @@ class Trials {
   Prefetch way_ = Prefetch::software;
   bool timed_ = false;
   bool long_ = false;  // the last task that was timed told something
-  double first_ = 0;   // seconds per token of a pair's first task; 0: there is none
+  double first_ = 0;   // seconds per element of a pair's first task; 0: there is none
   int gap_ = 0;        // tasks between it and the second one
   int untimed_ = 0;    // tasks since the last one that was
   uint32_t random_ = 1;

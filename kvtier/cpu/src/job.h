@@ -92,7 +92,8 @@ class Job {
     const int which = contest_of(problem_.dtype, share.group_rows());
     Contest& contest = kernel_->contests[which];
     const Prefetch way = own[which].begin(contest);
-    own[which].end(contest, kernel_->attend(problem_, share, task, way, memory, out));
+    const int64_t tokens = kernel_->attend(problem_, share, task, way, memory, out);
+    own[which].end(contest, tokens * share.kv_heads * (int64_t{problem_.k_dim} + problem_.v_dim));
   }
 
   static bool valid(const kvtier_problem& p) {
