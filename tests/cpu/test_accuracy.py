@@ -125,8 +125,21 @@ PROMPTS = [
 ]
 
 
-# A window, or padding, that begins within a block; blocks of more than a tile; as many heads as are at work at once.
+# A window, or padding, that begins within a block; blocks of more than a tile; as many heads as are at work at once;
+# halves and quarters of the heads, of few blocks and of one.
 BEGINNINGS = [
+    Spec(
+        kv_heads=4,
+        group=2,
+        k_dim=128,
+        v_dim=128,
+        block_size=256,
+        lengths=(700, 250),
+        causal=True,
+        window=600,
+        sinks=True,
+    ),
+    Spec(kv_heads=8, group=2, k_dim=128, v_dim=64, block_size=1024, lengths=(1500,), first_valid=(7,), slopes=True),
     Spec(kv_heads=16, group=1, k_dim=32, v_dim=32, block_size=2, lengths=(260, 33), causal=True, window=101),
     Spec(kv_heads=17, group=1, k_dim=8, v_dim=8, block_size=1024, lengths=(1500,), first_valid=(7,)),
     Spec(kv_heads=2, group=4, k_dim=64, v_dim=64, block_size=513, lengths=(1540,), causal=True, window=1030),

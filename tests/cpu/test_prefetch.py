@@ -24,7 +24,7 @@ def as_before() -> Iterator[None]:
         native.use_prefetch("learned")
 
 
-# Whole tiles and the ends of them, panels of values, passes over keys, halves of the heads.
+# Whole tiles and the ends of them, panels of values, passes over keys, halves and quarters of the heads.
 SPECS = [
     Spec(kv_heads=8, group=group, k_dim=dim, v_dim=dim, block_size=size, lengths=(length, 300))
     for group, dim, size, length in (
@@ -32,6 +32,7 @@ SPECS = [
         (2, 128, 64, 2100),
         (3, 64, 16, 700),
         (4, 128, 256, 2049),
+        (4, 128, 1024, 1100),
         (4, 80, 17, 600),
         (7, 96, 64, 900),
         (8, 128, 512, 1025),

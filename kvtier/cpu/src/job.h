@@ -149,11 +149,15 @@ class Job {
                          static_cast<int32_t>(count)});
     }
 
-    // Where there are many queries, their number is what threads share; each then works on one KV head. Else each half of
-    // the heads is a share: two threads have as much to do, however few the blocks are, and read what is contiguous.
+    // Where there are many queries, their number is what threads share; each then works on one KV head. Else halves of the
+    // heads are shares, or quarters and less where blocks are few and large: two threads have as much to do, and read what
+    // is contiguous.
     const bool many = all.group_rows() >= ROWS_OF_A_HEAD;
-    const bool halves = p.kv_heads % 2 == 0 && bytes_of(blocks, p.kv_heads) >= TWO_TASKS;
-    const int64_t heads = many ? p.kv_heads : halves ? 2 : 1;
+    const int64_t bytes = bytes_of(blocks, p.kv_heads);
+    const int64_t tasks = std::min(bytes / TASK_BYTES, MOST_TASKS);
+    int64_t heads = many ? p.kv_heads : 1;
+    if (!many && bytes >= TWO_TASKS)
+      while (p.kv_heads % (2 * heads) == 0 && (heads == 1 || heads * blocks < tasks)) heads *= 2;
     const int64_t parts = std::clamp<int64_t>((all.group_rows() + ROWS_OF_A_SHARE / 2) / ROWS_OF_A_SHARE, 1, all.queries);
     for (int32_t g = 0; g < heads; g++)
       for (int64_t i = 0; i < parts; i++) {
@@ -202,9 +206,10 @@ class Job {
     bytes_ += total;
     const size_t partial = (kernel_->partial_floats(p, share) + 15) / 16 * 16;
     const int64_t partial_bytes = static_cast<int64_t>(partial) * 4;
-    // Of all shares an even number, or one of two threads waits for the other's last task.
+    // An even number, or one of two threads waits for the other's last task: of all shares of the heads, else of each.
     const int64_t even = total < TWO_TASKS ? 1 : std::max<int64_t>((total / TASK_BYTES + 1) / 2 * 2, 2);
-    const int64_t enough = shares % 2 == 0 ? (total + TASK_BYTES / 2) / TASK_BYTES : even;
+    const bool few = share.group_rows() < ROWS_OF_A_HEAD && shares % 2 == 0;
+    const int64_t enough = few ? (total + TASK_BYTES / 2) / TASK_BYTES : even;
     const int64_t count =
         std::max<int64_t>(std::min({enough, MOST_TASKS / shares, total / (8 * partial_bytes), blocks}), 1);
     share.first_task = tasks_.size();

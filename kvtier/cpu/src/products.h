@@ -8,7 +8,6 @@
 #include "prefetch.h"
 #include "tasks.h"
 
-#define KVTIER_INLINE inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 32")
 #define KVTIER_LAMBDA __attribute__((always_inline))
 
