@@ -2,7 +2,7 @@
 
 llama     a layer of Llama 3.1 8B at 32k tokens, on as many threads as torch uses
 shapes    numbers of heads, contexts, batches, dtypes, head sizes, block sizes and instruction sets, on one thread
-prefetch  each way to prefetch, and what is learned, on one thread
+prefetch  each way to prefetch, and what is learned, on one thread, and one shape on all cores
 threads   one thread against several, and how far memory itself goes along
 busy      all cores against one core less, while another process is busy on one core
 submit    how soon `submit` returns, and how much Python gets done meanwhile
@@ -62,33 +62,29 @@ def run_llama(bench: Bench, arena: Arena) -> None:
 def run_shapes(bench: Bench, arena: Arena) -> None:
     """Compare the kernel with the ceiling and with torch."""
     for shape, contenders in problems(quick=bench.settings.quick):
-        starts: dict[str, Start] = {name: partial(Call, arena, shape, one) for name, one in contenders.items()}
-        bench.compare_plain(
-            "host",
-            f"{shape}, all on {words(shape.threads)}",
-            {CEILING: partial(Ceiling, arena, shape)} | starts,
-            unit="GB/s",
-            rounds=bench.rounds(9),
-            base=CEILING,
-            workload=shape.fields(),
-        )
+        _compare(bench, arena, shape, contenders)
 
 
 def run_prefetch(bench: Bench, arena: Arena) -> None:
     """Compare who fetches keys and values: instructions of the kernel, the hardware, or the one that is learned."""
-    ways = ("software", "hardware", "learned")
     for shape, instruction_set in prefetched(quick=bench.settings.quick):
-        kernels = {f"kvtier, {way}": prefetching(way, instruction_set) for way in ways}
-        starts: dict[str, Start] = {name: partial(Call, arena, shape, one) for name, one in kernels.items()}
-        bench.compare_plain(
-            "host",
-            f"{shape}, all on {words(shape.threads)}" + (f", {instruction_set}" if instruction_set else ""),
-            {CEILING: partial(Ceiling, arena, shape)} | starts,
-            unit="GB/s",
-            rounds=bench.rounds(9),
-            base=CEILING,
-            workload=shape.fields() | ({"instruction_set": instruction_set} if instruction_set else {}),
-        )
+        ways = {f"kvtier, {way}": prefetching(way, instruction_set) for way in ("software", "hardware", "learned")}
+        _compare(bench, arena, shape, ways, instruction_set)
+
+
+def _compare(
+    bench: Bench, arena: Arena, shape: Shape, contenders: dict[str, Make], instruction_set: str | None = None
+) -> None:
+    starts: dict[str, Start] = {name: partial(Call, arena, shape, one) for name, one in contenders.items()}
+    bench.compare_plain(
+        "host",
+        f"{shape}, all on {words(shape.threads)}" + (f", {instruction_set}" if instruction_set else ""),
+        {CEILING: partial(Ceiling, arena, shape)} | starts,
+        unit="GB/s",
+        rounds=bench.rounds(9),
+        base=CEILING,
+        workload=shape.fields() | ({"instruction_set": instruction_set} if instruction_set else {}),
+    )
 
 
 _CASES: dict[str, Callable[[Bench, Arena], None]] = {
