@@ -89,6 +89,17 @@ def test_whatever_a_model_says_is_json_of_the_schema(number: int, made: Grammars
             assert re.search(r"\s{33}", text) is None
 
 
+@pytest.mark.parametrize("text", ["a <|endoftext|> b", "<mark>", "x<mark>"])
+def test_a_text_that_is_a_token_of_the_tokenizer_is_written_in_others(text: str, trained: tuple[Any, Any]) -> None:
+    """Also where nothing else may come."""
+    model, tokenizer = trained[0], copy.deepcopy(trained[1])
+    tokenizer.add_tokens(["<mark>"])
+    grammar = Grammars(tokenizer, model).of("text", {"const": text}, None, None)
+    for seed in range(4):
+        found = answer(grammar.processor(3), trained, random.Random(seed), 3)
+        assert json.loads(tokenizer.decode(found)) == text
+
+
 def test_an_end_token_that_is_text_ends_no_answer_in_its_midst(
     trained: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,10 @@ from kvtier.serving.http.requests.refusals import Refusal, fault, invalid
 
 #: White space between what JSON has: so much may come at a time. Else an unsure model writes nothing else.
 _SPACE = r"[ \t\n\r]{0,32}"
+_OPTIONS = {"whitespace_pattern": _SPACE}
+#: Before a schema. Where a text is the only one, llguidance would have it written in the tokens of the tokenizer: where
+#: that is the text of a token such as <think> or the end token, in that token, which it then takes for no text.
+_WHOLE = '%llguidance {"no_forcing": true}\nstart: %json '
 #: Characters of what llguidance says of a schema.
 _LONGEST = 200
 #: Tokens of a thought that are read at each step for its end.
@@ -55,7 +59,7 @@ class Grammars:
             raise invalid(field, "such an answer ends where its JSON does, by the model's own end tokens")
         tokenizer = self._of_tokenizer(field)
         try:
-            grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={"whitespace_pattern": _SPACE})
+            grammar = LLMatcher.grammar_from_lark(_WHOLE + json.dumps(dict(schema) | {"x-guidance": _OPTIONS}))
         except (ValueError, RecursionError) as error:
             raise invalid(field, f"the schema is malformed: {error}") from error
         matcher = LLMatcher(tokenizer, grammar, log_level=0)
