@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,6 +41,38 @@ class Part:
     reason: str = ""
 
 
+class _ThoughtTokens:
+    """How many tokens of an answer are thoughts: those with text in them, and so without the marks around.
+
+    Attributes:
+        count: of those that the parser has told.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._characters = 0
+        self._textless = 0  # tokens that have none yet: parts of a character, which is of those that follow too
+        self._open = deque[tuple[int, int, int]]()  # from one character to before another, so many tokens
+
+    def put(self, text: str, *, tokens: int = 1) -> None:
+        """What text tokens add."""
+        self._textless += tokens
+        if text:
+            begin, self._characters = self._characters, self._characters + len(text)
+            self._open.append((begin, self._characters, self._textless))
+            self._textless = 0
+
+    def told(self, parser: Any) -> None:
+        """Count what a parser has read."""
+        for begin, end in parser.thoughts:
+            while self._open and self._open[0][0] < end:
+                _, behind, tokens = self._open.popleft()
+                self.count += tokens if behind > begin else 0
+        parser.thoughts.clear()
+        while self._open and self._open[0][1] <= parser.read_to:
+            self._open.popleft()
+
+
 class Answer:
     """One sequence as its client sees it.
 
@@ -56,6 +89,7 @@ class Answer:
         reason: why it has ended; "": it has not.
         error: what it failed with.
         called: whether it calls a tool.
+        thought: tokens of it that are thoughts, as far as that is told.
     """
 
     def __init__(
@@ -76,6 +110,7 @@ class Answer:
         self._cutter = StopCutter(stop)
         self._parser = parser
         self._logs: list[TokenLog] = []
+        self._thoughts = _ThoughtTokens()
         self.tokens = 0
         self.reason = ""
         self.error: BaseException | None = None
@@ -103,13 +138,21 @@ class Answer:
         """Why it has ended, as clients read it."""
         return "tool_calls" if self.called and self.reason == "stop" else self.reason
 
+    @property
+    def thought(self) -> int:
+        """See the class."""
+        return self._thoughts.count
+
     def _put(self, output: RequestOutput) -> list[Part]:
         at, self.tokens = self.tokens, self.tokens + 1
         token = output.generated_tokens[at]
         if output.logprobs is not None:
             top = [] if output.top_logprobs is None else output.top_logprobs[at]
             self._logs.append(TokenLog(token, output.logprobs[at], top))
-        said = self._cut(self._text.put(token))
+        text = self._text.put(token)
+        if self._parser is not None:
+            self._thoughts.put(text)
+        said = self._cut(text)
         if self._cutter.found is not None:
             self.reason = "stop"
         return self._said(said)
@@ -118,11 +161,14 @@ class Answer:
         """What was held back."""
         parts = []
         if self._cutter.found is None:
-            parts += self._said(self._cut(self._text.end()))
+            text = self._text.end()
+            self._thoughts.put(text, tokens=0)
+            parts += self._said(self._cut(text))
             parts += self._said(self._cutter.end())
             self.reason = self.reason if self._cutter.found is None else "stop"
         if self._parser is not None:
             parts += self._parsed(self._parser.finalize()[1])
+            self._thoughts.told(self._parser)
             self._parser = None
         parts.append(Part(logs=self._logs, reason=self.finish))
         self._logs = []
@@ -134,7 +180,11 @@ class Answer:
     def _said(self, text: str) -> list[Part]:
         if not text:
             return []
-        parts = [Part(text=text)] if self._parser is None else self._parsed(self._parser.feed(text))
+        if self._parser is None:
+            parts = [Part(text=text)]
+        else:
+            parts = self._parsed(self._parser.feed(text))
+            self._thoughts.told(self._parser)
         if parts:
             parts[-1].logs, self._logs = self._logs, []
         return parts
@@ -272,4 +322,5 @@ class Answers:
             "completion_tokens": tokens,
             "total_tokens": prompt + tokens,
             "prompt_tokens_details": {"cached_tokens": cached},
+            "completion_tokens_details": {"reasoning_tokens": sum(answer.thought for answer in self.answers)},
         }

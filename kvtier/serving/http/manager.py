@@ -170,7 +170,7 @@ class EngineManager(BaseGenerateManager):
         parsers, own = parsers or [None] * sequences, self.engine.model.generation_config
         asked = with_own(asked, own)
         ends = asked.settings.get("eos_token_id", own.eos_token_id)
-        silent = unread_ends(self.tokenizer, parsers[0], ends) if asked.grammar is None else asked.grammar.ends
+        silent = unread_ends(self.tokenizer, parsers[0], ends) | (asked.grammar.ends if asked.grammar else frozenset())
         answers = Answers(
             [
                 Answer(self.tokenizer, asked.stop, parser, _least(asked), silent, behind=ids if goes_on else ())

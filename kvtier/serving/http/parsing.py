@@ -3,40 +3,133 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers.cli.serving.utils import ResponseParser, get_response_template
 
 Event = dict[str, Any]
 
+#: Fields of a template that are thoughts, as Transformers' server reads them.
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+#: What begins and ends a thought in models that Transformers has no template for. Only tokens of the tokenizer count.
+_MARKS = (
+    ("<think>", "</think>"),  # DeepSeek R1, GLM, SmolLM 3, and most others
+    ("[THINK]", "[/THINK]"),  # Magistral
+    ("<seed:think>", "</seed:think>"),  # Seed-OSS
+    ("<|START_THINKING|>", "<|END_THINKING|>"),  # Command A
+    ("◁think▷", "◁/think▷"),  # Kimi
+)
+#: Behind which an answer begins in prompts of such models, where that is not behind a token of its own.
+_HEADERS = ("<|im_start|>assistant\n", "<seed:bos>assistant\n")
+
+
+@dataclass(frozen=True)
+class Thought:
+    """The thought that an answer begins with, and that no schema holds.
+
+    Attributes:
+        end: a pattern of what ends it.
+        begins: token ids; with each of these sequences the model may begin it. None: the prompt has begun it.
+    """
+
+    end: Any
+    begins: tuple[tuple[int, ...], ...] = ()
+
 
 def parsers_of(
     tokenizer: Any, model: Any, ids: Sequence[int], tools: Any, count: int = 1, *, plain: bool = False
 ) -> list[Parser | None]:
-    """The parsers of several answers to a prompt, which is decoded and read once. None: Transformers has none for this
-    model, or all that is said is text.
+    """The parsers of several answers to a prompt, which is decoded and read once. None: nothing is known of how this
+    model marks what it writes, or all that is said is text.
 
     Args:
         ids: of the prompt, with whose end an answer may have begun.
         tools: whose schemas say of what types arguments are.
         count: of answers.
-        plain: all is text, whatever it looks like, but for what the prompt has begun.
+        plain: all is text, whatever it looks like, but for what the prompt has begun, or else the thought that the
+            answer begins with.
     """
     template = get_response_template(tokenizer, model)
-    if template is None:
+    spec = _of_marks(tokenizer) if template is None else _loaded(template)
+    if spec is None:
         return [None] * count
-    spec, prompt = Parser(template, prefix="")._spec, tokenizer.decode(list(ids))
+    prompt = tokenizer.decode(list(ids))
     if spec.start_anchor_re.search(prompt) is None:  # Transformers would read all of the chat as a part of the answer
         prompt = tokenizer.decode(list(ids[_beginning(tokenizer, spec, ids) :]))
     first = Parser(spec, prefix=prompt, tools=tools)
+    first.silent = frozenset() if template is not None else _unread(tokenizer, first, tokenizer.all_special_ids)
     if plain:
-        if first.begun is None:
+        if first.begun is not None:
+            first.read_no_more()
+        elif (made := _thinks_first(tokenizer, first)) is not None:
+            first = made
+        else:
             return [None] * count
-        first.read_no_more()
     return [first, *(first.copy() for _ in range(count - 1))]
+
+
+def _loaded(template: Any) -> Any:
+    """A template as parsers read it."""
+    return ResponseParser(template, prefix="")._spec
+
+
+def _of_marks(tokenizer: Any) -> Any:
+    """The template of a model that Transformers has none for: where its tokenizer has the marks of thoughts as tokens
+    of their own, what is between them is thoughts, and all else is text. None: it has none."""
+    added = {str(token) for token in getattr(tokenizer, "added_tokens_decoder", {}).values()}  # mistral-common: none
+    return next((_template(*marks) for marks in _MARKS if added.issuperset(marks)), None)
+
+
+@functools.cache
+def _template(begin: str, end: str) -> Any:
+    """Of a model whose thoughts are between two marks."""
+    thoughts = {"open": begin, "close": end, "content": "text"}
+    fields = {"thinking": thoughts, "content": {"content": "text"}}  # the name that every version knows
+    return _loaded({"start_anchor": list(_HEADERS), "fields": fields})
+
+
+def _thinks_first(tokenizer: Any, parser: Parser) -> Parser | None:
+    """The parser of an answer that is text, and that the model may begin with a thought. None: it may not. The prompt
+    has begun the answer with something else, as with a thought that is over, or the mark is not known to be a token,
+    and a model that does not think would be let off its schema by the text of the mark.
+
+    Args:
+        parser: that has read the prompt.
+    """
+    field = next((x for name, x in parser._spec.fields.items() if name in _THOUGHTS), None)
+    if field is None or field.open_re is None or field.close_re is None or parser._buffer.strip():
+        return None
+    begins = _begins(tokenizer, field)
+    if not begins:
+        return None
+    leads = {"open_pattern": rf"\A(?:{field.open_re.pattern})", "transform": "{content}"}
+    first = _loaded({"start_anchor": _HEADERS[0], "fields": {field.name: leads}}).fields[field.name]
+    made = Parser(_only(parser._spec, replace(field, open_re=first.open_re, open_literals=None)), prefix="")
+    made.thought = Thought(field.close_re, begins)
+    made.silent = parser.silent
+    return made
+
+
+def _only(spec: Any, field: Any) -> Any:
+    """A template as another one, but all that is not in this field of it is text."""
+    plain: dict[str, Any] = {"close_re": None, "content": "text", "content_args": {}, "join": None, "transform": None}
+    text = replace(field, name="content", open_re=None, **plain)
+    return replace(spec, fields={field.name: field, text.name: text}, implicit=text.name)
+
+
+def _begins(tokenizer: Any, field: Any) -> tuple[tuple[int, ...], ...]:
+    """The tokens of what begins a field, where the first one is a token of its own."""
+    added = tokenizer.added_tokens_decoder
+    found = {(x,) for x, token in added.items() if field.open_re.fullmatch(str(token))}
+    for text in field.open_literals or ():
+        ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+        if ids and ids[0] in added and tokenizer.decode(list(ids)) == text:
+            found.add(ids)
+    return tuple(sorted(found))
 
 
 def _beginning(tokenizer: Any, spec: Any, ids: Sequence[int]) -> int:
@@ -67,11 +160,16 @@ def unread_ends(tokenizer: Any, parser: Any, ends: Any) -> frozenset[int]:
         ends: a token id, or several, as a client gives them; None: there are none. What is no token id is refused
             where the request is begun.
     """
-    if parser is None or ends is None:
+    if parser is None:
         return frozenset()
     given = {x for x in (ends if isinstance(ends, (list, tuple)) else [ends]) if isinstance(x, int)}
+    return parser.silent | _unread(tokenizer, parser, given)
+
+
+def _unread(tokenizer: Any, parser: Parser, given: Iterable[int]) -> frozenset[int]:
+    """Of some tokens the special ones that a parser does not read."""
     # Special tokens are among those that were added. A client may name any number of others.
-    there = tokenizer.added_tokens_decoder.keys() & given
+    there = tokenizer.added_tokens_decoder.keys() & set(given)
     return frozenset(
         x
         for x in there
@@ -85,16 +183,26 @@ class Parser(ResponseParser):
     A call that cannot be read, here or by who is to take it, is text of the answer, as the model wrote it. The end of
     an answer closes what is open, also a thought or a call. What the prompt has begun of the answer tells what is open,
     and is no part of what is said.
+
+    Attributes:
+        thoughts: where in the text that was fed thoughts are, from one character to before another, in order. Whoever
+            counts them takes them away.
     """
 
     _spec: Any
+    #: That the answer begins with, where all else is text; None: there is none, or more than text is read.
+    thought: Thought | None = None
+    #: Special tokens that are no text though a parser reads special ones.
+    silent: frozenset[int] = frozenset()
 
     def __init__(self, template: Any, *, prefix: str, tools: Any = None) -> None:
         self._region: int | None = None  # where the open region begins in the buffer, while nothing of it has been said
         self._own = 0  # where the model's own text does
+        self.thoughts: list[tuple[int, int]] = []
         super().__init__(template, prefix=prefix, tools=tools)
         self._own = len(self._buffer)
         self.initial_events: list[Event] = []
+        self.thoughts.clear()  # those are the prompt's
 
     def copy(self) -> Parser:
         """Another one, of another answer, that is where this one is."""
@@ -105,8 +213,13 @@ class Parser(ResponseParser):
     def instead_of(cls, other: Any) -> Parser:
         """That goes on where Transformers' own parser is, which is not used from then on."""
         made = cls.__new__(cls)
-        made.__dict__.update(vars(other), initial_events=[], _region=0, _own=len(other._buffer))
+        made.__dict__.update(vars(other), initial_events=[], _region=0, _own=len(other._buffer), thoughts=[])
         return made
+
+    @property
+    def read_to(self) -> int:
+        """Characters that were fed and are told: behind them may be the beginning of a mark."""
+        return int(self._pos - self._own)
 
     @property
     def begun(self) -> Any:
@@ -116,10 +229,9 @@ class Parser(ResponseParser):
 
     def read_no_more(self) -> None:
         """The region that the prompt has begun ends as ever. All behind it is text, whatever is in that."""
-        begun = replace(self._spec.fields[self._current], open_re=None)
-        text = replace(begun, name="content", close_re=None, content="text", content_args={}, join=None, transform=None)
-        self._spec = replace(self._spec, fields={begun.name: begun, text.name: text}, implicit=text.name)
-        self._implicit_name = text.name
+        self.thought = Thought(self.begun)
+        self._spec = _only(self._spec, replace(self._spec.fields[self._current], open_re=None))
+        self._implicit_name = self._spec.implicit
 
     def reads(self, text: str) -> bool:
         """Whether a region begins or ends with what is in this text."""
@@ -142,6 +254,9 @@ class Parser(ResponseParser):
         for event in events[known:]:
             if event["type"] == "region_chunk":  # it begins where the buffer has been read to
                 event["text"] = text[max(0, self._own - self._pos) :]
+                if event["field"] in _THOUGHTS and event["text"]:
+                    end = self.read_to + len(text)
+                    self.thoughts.append((end - len(event["text"]), end))
                 self._region = self._region if event["dirty"] else None
 
     def _open_explicit(self, events: list[Event], field: Any, match: Any) -> None:

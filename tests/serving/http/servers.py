@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import http.client
 import socket
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import openai
 import torch
 
-from kvtier.serving.http.server import Server
+from kvtier.serving.http.server import Server, ServerOptions, bind
 
 PYLM = Path(__file__).resolve().parents[3] / "examples" / "pylm"
 NAME = "pylm"
@@ -41,6 +42,25 @@ class Running:
     def engine(self) -> Any:
         """Behind it."""
         return self.server.manager.engine
+
+
+@contextlib.contextmanager
+def serving(trained: tuple[Any, Any], *, send_buffer: int | None = None, **options: Any) -> Iterator[Running]:
+    """A server of a model and its tokenizer, on a port of this machine, in a thread."""
+    options = {"store": {"host_budget": "256MiB", "block_size": 16}, "drain": 5.0} | options
+    ready, listening = threading.Event(), bind("127.0.0.1", 0)
+    if send_buffer is not None:  # of the connections, which inherit it
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
+    with listening, Server(*trained, ServerOptions(NAME, **options)) as server:
+        thread = threading.Thread(target=server.run, args=(listening, ready.set), daemon=True)
+        thread.start()
+        assert ready.wait(120)
+        try:
+            yield Running(server, listening.getsockname()[1])
+        finally:
+            server.stop()
+            thread.join(180)
+            assert not thread.is_alive()
 
 
 def answer_on(connection: socket.socket) -> tuple[int, str]:

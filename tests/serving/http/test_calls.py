@@ -107,6 +107,7 @@ def replied(parts: Sequence[Part], reason: str = "stop") -> _Reply:
         return [list(parts)]
 
     usage = {"prompt_tokens": 3, "completion_tokens": 5, "prompt_tokens_details": {"cached_tokens": 0}}
+    usage["completion_tokens_details"] = {"reasoning_tokens": 0}
     given: Any = SimpleNamespace(answers=[SimpleNamespace(reason=reason)], usage=usage, parts=each, all=whole)
     head = {"created_at": 1.0, "model": NAME, "object": "response", "parallel_tool_calls": True, "tool_choice": "auto"}
     return _Reply(given, head | {"tools": []})

@@ -22,7 +22,7 @@ import torch
 from servers import Running, Start, by_generate
 
 from kvtier.serving.http.handlers.handler import Handler
-from kvtier.serving.http.parsing import parsers_of
+from kvtier.serving.http.parsing import Thought, parsers_of
 from kvtier.serving.http.requests.asked import asked_of
 from kvtier.serving.http.requests.grammars import GrammarProcessor, Grammars
 from kvtier.serving.http.requests.refusals import Refusal
@@ -118,7 +118,7 @@ def test_a_thought_that_the_prompt_has_begun_is_free_but_is_not_the_whole_answer
     made: Grammars, trained: tuple[Any, Any]
 ) -> None:
     tokenizer, size = trained[1], trained[0].config.vocab_size
-    processor = made.of("text", {"type": "object"}, None, re.compile(r"\s*# end|\Z")).processor(2)
+    processor = made.of("text", {"type": "object"}, None, Thought(re.compile(r"\s*# end|\Z"))).processor(2)
     ids = [5, 6]
 
     def barred() -> list[int]:
@@ -142,7 +142,7 @@ def test_json_goes_on_from_the_token_that_ends_a_thought(made: Grammars, trained
     def after(token: str, thought: str, *behind: int) -> list[int]:
         """Which tokens may come then."""
         ids = [5, *tokenizer("end")["input_ids"]]
-        processor = made.of("text", schema, None, re.compile(thought)).processor(1)
+        processor = made.of("text", schema, None, Thought(re.compile(thought))).processor(1)
         for each in (tokenizer.convert_tokens_to_ids(token), *behind):
             processor(torch.tensor([ids]), torch.zeros(1, size))
             ids.append(each)

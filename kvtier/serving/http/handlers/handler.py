@@ -195,16 +195,16 @@ class Handler(BaseHandler):
         """What holds an answer to the schema that is asked for; None: to none.
 
         Args:
-            parser: of the answer, that knows what the prompt has begun.
+            parser: of the answer, that knows which thought it begins with.
 
         Raises:
             Refusal: there is no such thing.
         """
         if asked.form is None:
             return None
-        begun = None if parser is None else parser.begun
+        thought = None if parser is None else parser.thought
         ends = asked.settings.get("eos_token_id")
-        return await self.manager.form(self.served.grammars.of, *asked.form, ends, begun)
+        return await self.manager.form(self.served.grammars.of, *asked.form, ends, thought)
 
     def named(self, token: int, logprob: float, top: Sequence[tuple[int, float]] = ()) -> Named:
         """What a token and those that were likely at its place look like."""

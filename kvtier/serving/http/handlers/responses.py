@@ -206,4 +206,5 @@ class _Reply:
         usage = self._answers.usage
         found = compute_usage(usage["prompt_tokens"], usage["completion_tokens"])
         found.input_tokens_details.cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
+        found.output_tokens_details.reasoning_tokens = usage["completion_tokens_details"]["reasoning_tokens"]
         return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import re
 import threading
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 import torch
 
 from kvtier.hf.models import generation as of
+from kvtier.serving.http.parsing import Thought
 from kvtier.serving.http.requests.refusals import Refusal, fault, invalid
 
 #: White space between what JSON has: so much may come at a time. Else an unsure model writes nothing else.
@@ -39,13 +39,13 @@ class Grammars:
         self._lock = threading.Lock()
         self._made: Any = None
 
-    def of(self, field: str, schema: Mapping[str, Any], ends: Any, thought: re.Pattern[str] | None) -> Grammar:
+    def of(self, field: str, schema: Mapping[str, Any], ends: Any, thought: Thought | None) -> Grammar:
         """What holds answers to a schema.
 
         Args:
             field: of the request, that has it.
             ends: token ids by which answers end, as a request gives them; None: the model's.
-            thought: with which the thought ends that the prompt has begun; None: it has begun none.
+            thought: that the prompt has begun, or that the model may begin the answer with. None: there is none.
 
         Raises:
             Refusal: a schema that is none, or has what is not supported; a tokenizer that llguidance cannot read; there
@@ -104,7 +104,7 @@ class Grammar:
         tokens_of: gives tokens of a text, for a matcher.
     """
 
-    def __init__(self, matcher: Any, read: Any, field: str, tokenizer: Any, thought: re.Pattern[str] | None) -> None:
+    def __init__(self, matcher: Any, read: Any, field: str, tokenizer: Any, thought: Thought | None) -> None:
         self.matcher, self.field, self.tokenizer, self.thought = matcher, field, tokenizer, thought
         self.ends, self.tokens_of = frozenset[int](read.eos_tokens), read.greedy_tokenize
 
@@ -114,7 +114,8 @@ class Grammar:
 
 
 class GrammarProcessor:
-    """A processor of scores: bars the tokens with which one answer would be none of its grammar.
+    """A processor of scores: bars the tokens with which one answer would be none of its grammar. A thought that the
+    answer begins with is no part of the grammar.
 
     Args:
         grammar: of the answer.
@@ -125,7 +126,10 @@ class GrammarProcessor:
         self._grammar = grammar
         self._seen = seen
         self._matcher = grammar.matcher.deep_copy()
-        self._thought: list[int] | None = None if grammar.thought is None else []
+        thought = grammar.thought
+        self._begins = () if thought is None else thought.begins  # what may come next of each mark of a thought
+        self._marked = False  # whether the first tokens of one have come
+        self._thought: list[int] | None = None if thought is None or thought.begins else []
 
     def __deepcopy__(self, memo: object) -> GrammarProcessor:
         """Of another answer to the same prompt."""
@@ -136,10 +140,12 @@ class GrammarProcessor:
         new = input_ids[0, self._seen :].tolist()
         self._seen += len(new)
         for token in new:
-            if self._thought is None:
-                self._matcher.consume_token(token)
-            else:
+            if self._thought is not None:
                 self._think(token)
+            elif self._begins:
+                self._begin(token)
+            else:
+                self._matcher.consume_token(token)
         allowed = self._allowed(scores.shape[-1])
         found = scores.masked_fill(~allowed.to(scores.device), -torch.inf)
         if bool(found.isneginf().all()):  # the likeliest of none would be token 0, which may even end the answer
@@ -155,6 +161,12 @@ class GrammarProcessor:
             allowed = torch.ones(vocabulary, dtype=torch.bool)
             allowed[list(self._grammar.ends)] = False
             return allowed
+        allowed = torch.zeros(vocabulary, dtype=torch.bool)
+        allowed[[each[0] for each in self._begins if each[0] < vocabulary]] = True
+        return allowed if self._marked else allowed | self._of_grammar(vocabulary)
+
+    def _of_grammar(self, vocabulary: int) -> torch.Tensor:
+        """Whether each token is what the grammar has next."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if self._matcher.is_error():
             why = self._matcher.get_error().partition("\n")[0]  # behind it is the state of the grammar
@@ -166,13 +178,23 @@ class GrammarProcessor:
             allowed[list(self._grammar.ends)] = False
         return allowed
 
+    def _begin(self, token: int) -> None:
+        """The answer has begun with a thought if it has begun with a mark of one."""
+        left = tuple(each[1:] for each in self._begins if each[0] == token)
+        self._marked = bool(left) and all(left)
+        self._begins = left if self._marked else ()
+        if not left:
+            self._matcher.consume_token(token)
+        elif not self._marked:  # the mark is whole
+            self._thought = []
+
     def _think(self, token: int) -> None:
-        """What the prompt has begun is no part of the grammar, up to its end."""
+        """A thought is no part of the grammar, up to its end."""
         assert self._thought is not None
         assert self._grammar.thought is not None
         self._thought = [*self._thought[1 - _LATEST :], token]
         text = self._grammar.tokenizer.decode(self._thought)
-        found = (x for x in self._grammar.thought.finditer(text) if x.end() > x.start())
+        found = (x for x in self._grammar.thought.end.finditer(text) if x.end() > x.start())
         if (end := next(found, None)) is not None:
             self._thought = None
             begun = text[end.end() :].lstrip()  # in the token that ends the thought
