@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import codecs
 import contextlib
+import errno
 import io
 import os
 import re
 import select
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from kvtier.cli import calibrate, env, replay, serve, store
 from kvtier.cli.arguments import with_flags
@@ -19,17 +21,41 @@ from kvtier.cli.chat import command as chat
 from kvtier.cli.plan import command as plan
 from kvtier.errors import KVTierError
 
+#: What an output cannot be written for: it is closed, its disk is full, a limit is reached, the device fails.
+_OF_WRITING = (errno.EBADF, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Returns:
-        0; 1: the answer is no; 2: an error, told in a sentence on stderr; 130 after Ctrl-C; 141 where whoever reads
-        the output has gone, as of a program that SIGPIPE ends.
+        0; 1: the answer is no; 2: an error, told in a sentence on stderr, also where what it prints is lost; 130 after
+        Ctrl-C; 141 where whoever reads the output has gone, as of a program that SIGPIPE ends.
     """
     _open_streams()
     _print_any_text()
-    parser = argparse.ArgumentParser(prog="kvtier", description="A tiered KV cache for Hugging Face Transformers.")
+    try:
+        return _run(sys.argv[1:] if argv is None else argv)
+    except BrokenPipeError as error:
+        if not _reader_is_gone():
+            _tell(str(error))
+            return 2
+        return 141
+    except (KVTierError, OSError) as error:
+        _tell(_why(error))
+        return 2
+    except KeyboardInterrupt:
+        _tell("interrupted")
+        return 130
+    finally:
+        _drop_unwritten()
+
+
+def _run(argv: Sequence[str]) -> int:
+    """Run a command, and write all that it prints: an error of that is raised here, and not as the process ends."""
+    parser: argparse.ArgumentParser = _Parser(
+        prog="kvtier", description="A tiered KV cache for Hugging Face Transformers."
+    )
     parser.add_argument("--version", action="version", version=f"kvtier {sys.modules['kvtier'].__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     plan.add(commands)
@@ -40,25 +66,47 @@ def main(argv: Sequence[str] | None = None) -> int:
     bench.add(commands)
     calibrate.add(commands)
     replay.add(commands)
-    args = parser.parse_args(_joined(sys.argv[1:] if argv is None else argv))
-    if "run" not in args:
-        parser.print_help(sys.stderr)
-        return 2
     try:
-        status = int(args.run(args))
-        sys.stdout.flush()  # here, where its error is caught
-        return status
-    except BrokenPipeError as error:
-        if not _reader_is_gone():
-            _tell(str(error))
+        args = parser.parse_args(_joined(argv))
+        if "run" not in args:
+            parser.print_help(sys.stderr)
             return 2
-        return 141
-    except (KVTierError, OSError) as error:
-        _tell(with_flags(str(error)))
-        return 2
-    except KeyboardInterrupt:
-        _tell("interrupted")
-        return 130
+        status = int(args.run(args))
+    except SystemExit:  # as after --version or --help
+        sys.stdout.flush()
+        raise
+    sys.stdout.flush()
+    return status
+
+
+class _Parser(argparse.ArgumentParser):
+    """Of this command and of those within: argparse's own takes help that cannot be written for written."""
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        if message and file is sys.stdout:
+            file.write(message)
+        else:
+            super()._print_message(message, file)
+
+
+def _why(error: KVTierError | OSError) -> str:
+    """What went wrong. What has no file's name was printed, as far as one can tell."""
+    if isinstance(error, OSError) and error.filename is None and error.errno in _OF_WRITING:
+        return f"write error: {os.strerror(error.errno)}"
+    return with_flags(str(error))
+
+
+def _drop_unwritten() -> None:
+    """What could not be printed is tried again as the process ends: Python then complains, and changes the status."""
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError):
+        _drop_output()
+
+
+def _drop_output() -> None:
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # it is no file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _tell(why: str) -> None:
@@ -69,10 +117,10 @@ def _tell(why: str) -> None:
 
 def _open_streams() -> None:
     """Whoever starts a command may close its standard streams, as `<&-` and `>&-` do. Python has None in their place:
-    then nothing is read, and what is printed is dropped."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+    then nothing is read, messages are dropped, and a command that prints has failed, as with other programs."""
+    for name, mode, flag in (("stdin", "r", os.O_RDWR), ("stdout", "w", os.O_RDONLY), ("stderr", "w", os.O_RDWR)):
         if getattr(sys, name) is None:  # as Python's own, it is not closed with the process, which would warn of that
-            setattr(sys, name, open(os.open(os.devnull, os.O_RDWR), mode, encoding="utf-8", closefd=False))  # noqa: SIM115
+            setattr(sys, name, open(os.open(os.devnull, flag), mode, encoding="utf-8", closefd=False))  # noqa: SIM115
 
 
 def _print_any_text() -> None:
@@ -117,5 +165,5 @@ def _reader_is_gone() -> bool:
             return False
     except (AttributeError, OSError, ValueError):  # no file, or no such question on this system
         return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), number)  # else Python complains when it ends
+    _drop_output()
     return True

@@ -126,22 +126,82 @@ def test_in_the_locale_c_the_name_of_a_file_stays_as_it_is(monkeypatch: pytest.M
     assert out.getvalue() == "é.png\n".encode()
 
 
-def test_closed_streams_read_nothing_and_drop_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closed_streams_read_nothing_and_what_is_printed_is_not_taken_for_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for name in ("stdin", "stdout", "stderr"):
         monkeypatch.setattr(sys, name, None)
-    assert main(["bench", "--count", "1"]) == 0
+    assert main(["bench", "--count", "1"]) == 2
     assert main(["store", "ls", "/nonexistent"]) == 2
     assert not sys.stdin.isatty()
     with pytest.raises(EOFError):
         input()
+    print("what is said to nobody", file=sys.stderr, flush=True)
     for name in ("stdin", "stdout", "stderr"):
         getattr(sys, name).close()
 
 
-def test_streams_that_are_closed_are_no_warning_as_the_process_ends() -> None:
-    command = ["sh", "-c", '"$0" -W error -m kvtier --version <&- >&-', sys.executable]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (ran.returncode, ran.stderr) == (0, "")
+def ended(redirected: str, *args: str, unbuffered: bool = False) -> tuple[int, str]:
+    """The status of a command in a shell, and what it says on stderr."""
+    line = f'PYTHONUNBUFFERED={"1" if unbuffered else ""} "$0" -W error -m kvtier "$@" {redirected}'
+    ran = subprocess.run(["bash", "-c", line, sys.executable, *args], capture_output=True, text=True, check=False)
+    return ran.returncode, ran.stderr
+
+
+#: Commands that print a little, in the parser or when they run.
+PRINTS = (["--version"], ["store", "ls", "--help"], ["plan"])
+
+
+@pytest.fixture(params=PRINTS, ids=" ".join)
+def printing(request: pytest.FixtureRequest, tmp_path: Path) -> list[str]:
+    """The arguments of a command that prints."""
+    config = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"intermediate_size": 64, "vocab_size": 64}))
+    return [*request.param, str(tmp_path)] if request.param == ["plan"] else request.param
+
+
+@pytest.mark.parametrize("unbuffered", [False, True])
+@pytest.mark.parametrize(
+    ("redirected", "why"), [(">/dev/full", "No space left on device"), (">&-", "Bad file descriptor")]
+)
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no full disk to write to")
+def test_a_command_whose_output_is_lost_has_failed(
+    redirected: str, why: str, unbuffered: bool, printing: list[str]
+) -> None:
+    assert ended(redirected, *printing, unbuffered=unbuffered) == (2, f"kvtier: write error: {why}\n")
+
+
+@pytest.mark.parametrize("unbuffered", [False, True])
+def test_a_command_whose_reader_has_gone_ends_quietly(unbuffered: bool, printing: list[str]) -> None:
+    # The reader leaves before the command begins.
+    line = f'exec 3> >(exec true); wait $!; PYTHONUNBUFFERED={"1" if unbuffered else ""} "$0" -m kvtier "$@" >&3'
+    ran = subprocess.run(["bash", "-c", line, sys.executable, *printing], capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stderr) == (141, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no full disk to write to")
+def test_a_command_that_is_interrupted_says_only_that_where_its_output_is_lost_too() -> None:
+    code = (
+        "import sys\n"
+        "from kvtier.cli import main\n"
+        "def run(argv):\n    print('half of it')\n    raise KeyboardInterrupt\n"
+        "main._run = run\n"
+        "sys.exit(main.main())"
+    )
+    line = f"PYTHONUNBUFFERED= '{sys.executable}' -c \"$0\" >/dev/full"
+    ran = subprocess.run(["bash", "-c", line, code], capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stderr) == (130, "kvtier: interrupted\n")
+
+
+def test_closed_streams_are_no_warning_as_a_command_ends_that_prints_nothing() -> None:
+    line = "<&- >&- 2>&-; echo $? >&3"
+    ran = subprocess.run(
+        ["bash", "-c", f'exec 3>&1; "$0" -W error -m kvtier {line}', sys.executable],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.stdout == "2\n", "it lists its commands on stderr"
 
 
 def test_an_error_that_cannot_be_written_is_in_the_status(monkeypatch: pytest.MonkeyPatch) -> None:
