@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ from transformers.modeling_utils import PreTrainedModel
 from kvtier.errors import ConfigError, UnsupportedError
 from kvtier.forks import heed, inherited
 from kvtier.hf.attention.interface import NAME, bypasses, register_attention, uses_interface
-from kvtier.memory.access.lock import new_lock
+from kvtier.memory.access.lock import Lock, new_lock
 
 # On the model, so that a copy of an enabled model can be disabled: a list of `_Switched`.
 _SWITCHED = "_kvtier_attention"
@@ -39,20 +38,34 @@ _CHANGES = _Changes()
 _ABANDONED: deque[tuple[weakref.ref[nn.Module], _Claim]] = deque()
 
 
-@contextlib.contextmanager
-def _changing() -> Iterator[None]:
-    """Around a change of what configs say."""
-    heed(_CHANGES)
-    try:
-        with _CHANGES.lock:
-            yield
-    finally:
+class _Settled:
+    """Goes around a change of what configs say, and around its lock: at the end of it claims are taken back that were
+    abandoned meanwhile.
+
+    The lock is not taken by this, nor by a generator: an interrupt in Python's code of a context manager ends a `with`
+    that has not begun, or that believes to have ended. The lock would be held for as long as somebody has the
+    traceback. A `with` statement takes and gives back a lock of C whatever comes.
+    """
+
+    def __enter__(self) -> None:
+        heed(_CHANGES)
+
+    def __exit__(self, *error: object) -> None:
         _take_back_abandoned()
 
 
-def unchanged() -> contextlib.AbstractContextManager[None]:
-    """In this context no other thread changes which attention a model has: a forward that one cuts through has a mask
-    of one implementation, and attends with another."""
+#: `with settled, unchanged():`
+settled = _Settled()
+
+
+def _changing() -> Lock:
+    """The lock of changes of what configs say, for a `with` statement, within `settled`."""
+    return _CHANGES.lock
+
+
+def unchanged() -> Lock:
+    """While a `with` statement holds this, within `settled`, no other thread changes which attention a model has: a
+    forward that one cuts through has a mask of one implementation, and attends with another."""
     return _changing()
 
 
@@ -76,8 +89,10 @@ def _take_back_abandoned() -> None:
                     _restore(model, [claim])
                 _ABANDONED.popleft()
         finally:
-            if lock._is_owned():  # an interrupt may come before it is and behind that
-                lock.release()
+            try:  # noqa: SIM105
+                lock.release()  # the first call here: an interrupt may come behind it, and not before
+            except RuntimeError:  # another thread has it, or an interrupt came before it was taken
+                pass
 
 
 class _Claim:
@@ -126,7 +141,7 @@ class Enabled:
 
     def disable(self) -> None:
         """Restore what was there before, unless another handle or an `Engine` wants it as it is. Idempotent."""
-        with _changing():
+        with settled, _changing():
             _restore(self.model, [self._claim])
         if self._end is not None:
             self._end.detach()
@@ -197,9 +212,15 @@ def enable_for(model: nn.Module, user: str) -> Enabled:
             )
     register_attention()
     claim = _Claim(user)
-    with _changing():
-        _switch(model, switchable, claim)
-    return Enabled(model, claim, tuple(sorted({type(owner).__name__ for owner in fixed})))
+    try:
+        with settled, _changing():
+            _switch(model, switchable, claim)
+        made = Enabled(model, claim, tuple(sorted({type(owner).__name__ for owner in fixed})))
+    except BaseException:  # an interrupt, before anybody has the handle
+        with settled, _changing():
+            _restore(model, [claim])
+        raise
+    return made
 
 
 def _switch(model: nn.Module, configs: list[PretrainedConfig], claim: _Claim) -> None:
@@ -207,16 +228,15 @@ def _switch(model: nn.Module, configs: list[PretrainedConfig], claim: _Claim) ->
     for config in configs:
         entry = next((entry for entry in entries if entry.config is config), None)
         if config._attn_implementation != NAME:
+            users = [claim for claim in entry.claims if claim.user] if entry is not None else []
             if entry is not None:  # somebody changed it since
                 entries.remove(entry)
-            users = [claim for claim in entry.claims if claim.user] if entry is not None else []
-            entry = _Switched(config, config._attn_implementation, users)
-            entries.append(entry)
+            entries.append(_Switched(config, config._attn_implementation, [*users, claim]))
+            _keep(model, entries)  # first: an interrupt may come before the config says so, and not be known of behind
             # As `set_attn_implementation` does: the property's setter would change nested configs, too.
             config._attn_implementation_internal = NAME
-        if entry is not None:  # else the model was loaded so
+        elif entry is not None:  # else the model was loaded so
             entry.claims.append(claim)
-    _keep(model, entries)
 
 
 def disable(model: nn.Module) -> None:
@@ -235,7 +255,7 @@ def disable(model: nn.Module) -> None:
             f'{type(model).__name__} has attn_implementation="kvtier", but not from `kvtier.enable(model)`: there is '
             'nothing to go back to. Choose with `model.set_attn_implementation("sdpa")`.'
         )
-    with _changing():
+    with settled, _changing():
         claims = [claim for entry in _entries(model) for claim in entry.claims]
         users = sorted({claim.user for claim in claims if claim.user})
         if users:

@@ -18,7 +18,7 @@ import torch
 
 from kvtier.config import CacheOptions, format_size
 from kvtier.errors import BudgetError, ConfigError, UnsupportedError
-from kvtier.hf.attention.enable import Enabled, enable_for, unchanged
+from kvtier.hf.attention.enable import Enabled, enable_for, settled, unchanged
 from kvtier.hf.models import generation as of
 from kvtier.hf.models import trials
 from kvtier.hf.models.identity import dependence
@@ -80,7 +80,7 @@ def choose_runner(
             "nothing of it. Use its `generate`, or give the engine that model."
         )
     stretched = Stretched(of.inner(model))
-    with unchanged(), stretched.turn:  # engines of a model may be made and closed elsewhere
+    with settled, unchanged(), stretched.turn:  # engines of a model may be made and closed elsewhere
         try:
             stretched.begin()
             runner, enabled = _chosen(model, memory, options, name)

@@ -277,7 +277,7 @@ def test_a_user_that_is_dropped_in_the_midst_of_a_change_is_heard_of_at_its_end(
     kvtier.enable(model).end_with(user)
     users = [user]
     del user
-    with enable._changing():
+    with enable.settled, enable.unchanged():
         if elsewhere:
             thread = threading.Thread(target=users.clear)
             thread.start()
