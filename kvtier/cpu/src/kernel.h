@@ -51,7 +51,7 @@ class Attention {
   // Rows of a KV head in scratch memory.
   static int padded_rows(const Share& share) {
     const int rows = share.group_rows();
-    return up(rows, rows >= MANY_ROWS<M> ? 16 : 4);
+    return up(rows, packs<M>(rows) ? 16 : 4);
   }
   static size_t query_bytes(const kvtier_problem& p, const Share& share) {
     return (static_cast<size_t>(share.kv_heads) * padded_rows(share) * Shape<M>::query_pad(p) *
@@ -59,16 +59,19 @@ class Attention {
   }
   // KV heads whose scores are kept at once: enough for a long pass through memory, few enough for the caches.
   static int heads_at_once(const Share& share) {
-    return share.group_rows() >= MANY_ROWS<M> ? 1 : std::clamp(MOST_ROWS / padded_rows(share), 1, share.kv_heads);
+    return packs<M>(share.group_rows()) ? 1 : std::clamp(MOST_ROWS / padded_rows(share), 1, share.kv_heads);
   }
   static size_t score_bytes(const Share& share) {
-    const bool many = share.group_rows() >= MANY_ROWS<M>;  // then so many rows take turns
+    const bool many = packs<M>(share.group_rows());  // then so many rows take turns
     const int rows = many ? MOST_ROWS : heads_at_once(share) * padded_rows(share);
     return static_cast<size_t>(rows) * ROW * 4;
   }
   static size_t packed_bytes(const kvtier_problem& p, const Share& share) {
-    if (share.group_rows() < MANY_ROWS<M>) return 0;
-    return packed_elements<M>(PACKED, std::max(p.k_dim, p.v_dim)) * sizeof(typename M::Packed);
+    if constexpr (SERVES_MANY<M>) {
+      if (packs<M>(share.group_rows()))
+        return packed_elements<M>(PACKED, std::max(p.k_dim, p.v_dim)) * sizeof(typename M::Packed);
+    }
+    return 0;
   }
 
   static size_t scratch_bytes(const kvtier_problem& p, const Share& share) {
@@ -79,9 +82,11 @@ class Attention {
   static int64_t attend(const kvtier_problem& p, const Share& share, const Task& task, Prefetch prefetch, char* scratch,
                         Partial out) {
     Attention self(p, share, scratch, out);
-    if (self.rows_ < MANY_ROWS<M>)
-      return prefetch == Prefetch::software ? self.template run<SoftwarePrefetch>(task)
-                                            : self.template run<HardwarePrefetch>(task);
+    if constexpr (SERVES_FEW<M>) {
+      if (!packs<M>(self.rows_))
+        return prefetch == Prefetch::software ? self.template run<SoftwarePrefetch>(task)
+                                              : self.template run<HardwarePrefetch>(task);
+    }
     [[maybe_unused]] const Packing<M> packing;
     return self.template run<HardwarePrefetch>(task);
   }
@@ -97,9 +102,9 @@ class Attention {
     scratch += score_bytes(share);
     weights_ = reinterpret_cast<typename M::Weight*>(scratch);
     scratch += score_bytes(share);
-    packed_keys_ = reinterpret_cast<typename M::Packed*>(scratch);
-    packed_values_ = packed_keys_ + packed_bytes(p, share) / sizeof(typename M::Packed);
-    tile_ = rows_ >= MANY_ROWS<M> ? PACKED : std::min(up(16, p.block_size), TILE);
+    packed_keys_ = scratch;
+    packed_values_ = scratch + packed_bytes(p, share);
+    tile_ = packs<M>(rows_) ? PACKED : std::min(up(16, p.block_size), TILE);
     const bool biased = p.mask_dtype != KVTIER_NONE && p.mask_dtype != KVTIER_BOOL;
     // Else the scores behind a tile's last token, which are -inf, are scaled too: a scale of 0 would make them NaN, and
     // a negative one +inf.
@@ -138,7 +143,7 @@ class Attention {
         int skipped = static_cast<int>(position - start);
         int n = static_cast<int>(std::min<int64_t>(start + p_.block_size, share_.length) - position);
         // A tile does not end in the middle of a block that fits into one, wherever the first one begins.
-        if (columns && n > tile_ - columns && rows_ < MANY_ROWS<M>) end_tile();
+        if (columns && n > tile_ - columns && !packs<M>(rows_)) end_tile();
         tokens += std::max(n, 0);
         while (n > 0) {
           const int take = std::min(n, tile_ - columns);
@@ -221,7 +226,14 @@ class Attention {
   template <class P>
   void attend_tile(const Segment* tile, int count, int columns, const Segment* next) {
     look_at(tile, count);
-    if (rows_ >= MANY_ROWS<M>) return attend_packed(tile, count, columns);
+    if constexpr (SERVES_MANY<M>) {
+      if (packs<M>(rows_)) return attend_packed(tile, count, columns);
+    }
+    if constexpr (SERVES_FEW<M>) attend_few<P>(tile, count, next, columns);
+  }
+
+  template <class P>
+  void attend_few(const Segment* tile, int count, const Segment* next, int columns) {
     const int at_once = heads_at_once(share_);
     for (int first = 0; first < share_.kv_heads; first += at_once) {
       const int last = std::min(first + at_once, share_.kv_heads);
@@ -263,23 +275,25 @@ class Attention {
 
   void attend_packed(const Segment* tile, int count, int columns) {
     const T* tokens[PACKED];
+    auto* const keys = reinterpret_cast<typename M::Packed*>(packed_keys_);
+    auto* const values = reinterpret_cast<typename M::Packed*>(packed_values_);
     for (int g = 0; g < share_.kv_heads; g++) {
       for (int i = 0; i < count; i++)
         for (int t = 0; t < tile[i].n; t++)
           tokens[tile[i].column + t] = keys_of(tile[i], g) + static_cast<ptrdiff_t>(t) * p_.k_dim;
-      pack_keys<M>(tokens, columns, p_.k_dim, packed_keys_);
+      pack_keys<M>(tokens, columns, p_.k_dim, keys);
       for (int i = 0; i < count; i++)
         for (int t = 0; t < tile[i].n; t++)
           tokens[tile[i].column + t] = values_of(tile[i], g) + static_cast<ptrdiff_t>(t) * p_.v_dim;
-      pack_values<M>(tokens, columns, p_.v_dim, packed_values_);
+      pack_values<M>(tokens, columns, p_.v_dim, values);
       for (int row = 0; row < rows_; row += ROWS_AT_ONCE) {
         const int some = std::min(ROWS_AT_ONCE, rows_ - row);
-        score_packed<M>(query_ + (static_cast<size_t>(g) * padded_ + row) * query_pad_, query_pad_, some, packed_keys_,
-                        columns, scores_);
+        score_packed<M>(query_ + (static_cast<size_t>(g) * padded_ + row) * query_pad_, query_pad_, some, keys, columns,
+                        scores_);
         clock_.end(Phase::keys);
         for (int r = 0; r < some; r++) softmax(columns, g, row + r, r);
         clock_.end(Phase::softmax);
-        add_packed<M>(weights_, some, packed_values_, columns,
+        add_packed<M>(weights_, some, values, columns,
                       out_.values + (static_cast<size_t>(g) * rows_ + row) * value_pad_, value_pad_);
         clock_.end(Phase::values);
       }
@@ -446,17 +460,15 @@ class Attention {
   template <class O>
   static void write(O* out, const float* values, int dim, float share) {
     const V s = set1(share);
-#ifdef KVTIER_DOT
-    if constexpr (std::is_same_v<M, Dotted>) {
-      for (int c = 0; c < dim; c += DOT) {
+    if constexpr (M::COLUMNS == 2 * W) {
+      for (int c = 0; c < dim; c += 2 * W) {
         V a = load(values + c), b = load(values + c + W);
-        in_order(a, b);
+        M::in_order(a, b);
         to_first(out + c, mul(a, s), std::min(W, dim - c));
         if (dim - c > W) to_first(out + c + W, mul(b, s), std::min(W, dim - c - W));
       }
       return;
     }
-#endif
     for (int c = 0; c < dim; c += W) to_first(out + c, mul(load(values + c), s), std::min(W, dim - c));
   }
 
@@ -477,19 +489,23 @@ class Attention {
   typename M::Query* query_;
   float* scores_;
   typename M::Weight* weights_;
-  typename M::Packed *packed_keys_, *packed_values_;
+  char *packed_keys_, *packed_values_;  // of M::Packed, where rows are many
 };
 
+template <class M>
+struct Chosen {
+  using type = Attention<M>;
+};
+
+// f(`Chosen`): how this share is attended.
 template <class F>
-inline auto with_dtype(const kvtier_problem& p, F f) {
+inline auto with_attention(const kvtier_problem& p, const Share& share, F f) {
   switch (p.dtype) {
-    case KVTIER_F32: return f(static_cast<Attention<Widened<float>>*>(nullptr));
-#ifdef KVTIER_DOT
-    case KVTIER_BF16: return f(static_cast<Attention<Dotted>*>(nullptr));
-#else
-    case KVTIER_BF16: return f(static_cast<Attention<Widened<bf16>>*>(nullptr));
-#endif
-    default: return f(static_cast<Attention<Widened<f16>>*>(nullptr));
+    case KVTIER_F32: return f(Chosen<Widened<float>>());
+    case KVTIER_BF16:
+      if (share.group_rows() < MANY_ROWS<ManyOfBf16>) return f(Chosen<FewOfBf16>());
+      return f(Chosen<ManyOfBf16>());
+    default: return f(Chosen<Widened<f16>>());
   }
 }
 
@@ -543,21 +559,21 @@ inline const Kernel* kernel(const char* name) {
   static const Kernel it{
       name,
       [](const kvtier_problem& p, const Share& share) {
-        return with_dtype(p, [&](auto* a) { return std::remove_reference_t<decltype(*a)>::partial_floats(p, share); });
+        return with_attention(p, share, [&](auto a) { return decltype(a)::type::partial_floats(p, share); });
       },
       [](const kvtier_problem& p, const Share& share) {
-        return with_dtype(p, [&](auto* a) { return std::remove_reference_t<decltype(*a)>::scratch_bytes(p, share); });
+        return with_attention(p, share, [&](auto a) { return decltype(a)::type::scratch_bytes(p, share); });
       },
       [](const kvtier_problem& p, const Share& share, float* memory) {
-        return with_dtype(p, [&](auto* a) { return std::remove_reference_t<decltype(*a)>::partial_at(p, share, memory); });
+        return with_attention(p, share, [&](auto a) { return decltype(a)::type::partial_at(p, share, memory); });
       },
       [](const kvtier_problem& p, const Share& share, const Task& task, Prefetch prefetch, char* scratch, Partial out) {
-        return with_dtype(p, [&](auto* a) {
-          return std::remove_reference_t<decltype(*a)>::attend(p, share, task, prefetch, scratch, out);
+        return with_attention(p, share, [&](auto a) {
+          return decltype(a)::type::attend(p, share, task, prefetch, scratch, out);
         });
       },
       [](const kvtier_problem& p, const Share& share, const Partial* parts, size_t count) {
-        with_dtype(p, [&](auto* a) { std::remove_reference_t<decltype(*a)>::finish(p, share, parts, count); });
+        with_attention(p, share, [&](auto a) { decltype(a)::type::finish(p, share, parts, count); });
       },
       merge,
       checksum,

@@ -2,6 +2,8 @@
 // pairs, so that every product is that of a number of the left side, in all lanes, with a vector of the right side.
 #pragma once
 
+#include <type_traits>
+
 #include "products.h"
 #ifdef KVTIER_TILES
 #include "tiles.h"
@@ -18,6 +20,33 @@ constexpr int MANY_ROWS = M::PAIR == 2 ? 7 : 160;
 template <class M>
 constexpr int MANY_ROWS = 160;
 #endif
+
+// How bf16 is multiplied with few rows, and with many. A processor with tiles multiplies half as many pairs a cycle as
+// numbers of fp32.
+#if defined(KVTIER_DOT) && !defined(KVTIER_TILES)
+using FewOfBf16 = Dotted;
+#elif defined(KVTIER_HALVES)
+using FewOfBf16 = Halved;
+#else
+using FewOfBf16 = Widened<bf16>;
+#endif
+#ifdef KVTIER_DOT
+using ManyOfBf16 = Dotted;
+#else
+using ManyOfBf16 = Widened<bf16>;
+#endif
+// Whether a way to multiply is used with few rows, and with many.
+template <class M>
+constexpr bool SERVES_FEW = !std::is_same_v<typename M::Element, bf16> || std::is_same_v<M, FewOfBf16>;
+template <class M>
+constexpr bool SERVES_MANY = !std::is_same_v<typename M::Element, bf16> || std::is_same_v<M, ManyOfBf16>;
+// Whether so many rows to a KV head are packed.
+template <class M>
+constexpr bool packs(int rows) {
+  if constexpr (!SERVES_MANY<M>) return false;
+  else if constexpr (!SERVES_FEW<M>) return true;
+  else return rows >= MANY_ROWS<M>;
+}
 constexpr int ROWS_AT_ONCE = 64;  // whose scores and weights are kept
 constexpr int LANES = 2 * W;      // columns of a packed panel
 

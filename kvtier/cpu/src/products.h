@@ -28,6 +28,8 @@ inline void to_first(O* p, V x, int n) {
   else to(p, x, n);
 }
 
+KVTIER_INLINE void add_to(float* p, V x) { store(p, add(load(p), x)); }
+
 // exp(x) to about 1 ulp for x <= 0; 0 for -inf.
 inline V exp(V x) {
   x = max(set1(-104.0f), x);  // in this order NaN stays NaN
@@ -64,11 +66,15 @@ struct Widened {  // in fp32, for every dtype
   using Vector = V;
   static constexpr int STEP = W;  // elements of a vector of keys
   static constexpr int COLUMNS = W;
-  static constexpr int TOKENS = 1;  // whose values are added up at once
+  static constexpr int REGISTERS = 1;  // of such a vector
+  static constexpr int TOKENS = 1;     // whose values are added up at once
   static Vector key(const T* p) { return from(p); }
   static Vector key(const T* p, int n) { return from(p, n); }
   static Vector query(const float* p) { return load(p); }
   static V mac(V acc, Vector key, Vector query) { return fma(key, query, acc); }
+  static Vector nothing() { return zero(); }
+  static Vector weighted(Vector acc, V weight, Vector value) { return fma(weight, value, acc); }
+  static void add_sums(float* p, Vector x) { add_to(p, x); }
   static void pack(float* p, const T* q, int n) {
     for (int i = 0; i < n; i++) p[i] = to_float(q[i]);
   }
@@ -86,6 +92,37 @@ struct Widened {  // in fp32, for every dtype
   }
 };
 
+#ifdef KVTIER_HALVES
+// bf16 in fp32, elements at even and at odd places apart: widened by half the instructions that take them in order.
+struct Halved {
+  using Element = bf16;
+  using Query = float;
+  using Weight = float;
+  using Vector = Halves;
+  static constexpr int STEP = 2 * W;
+  static constexpr int COLUMNS = 2 * W;
+  static constexpr int REGISTERS = 2;
+  static constexpr int TOKENS = 1;
+  static Vector key(const bf16* p) { return halves(p); }
+  static Vector key(const bf16* p, int n) { return halves(p, n); }
+  static Vector query(const float* p) { return {load(p), load(p + W)}; }
+  static V mac(V acc, Vector key, Vector query) { return fma(key.odd, query.odd, fma(key.even, query.even, acc)); }
+  static Vector nothing() { return {zero(), zero()}; }
+  static Vector weighted(Vector acc, V weight, Vector value) {
+    return {fma(weight, value.even, acc.even), fma(weight, value.odd, acc.odd)};
+  }
+  static void add_sums(float* p, Vector x) {
+    add_to(p, x.even);
+    add_to(p + W, x.odd);
+  }
+  static void pack(float* p, const bf16* q, int n) {
+    for (int i = 0; i < n; i++) p[i / STEP * STEP + i % 2 * W + i % STEP / 2] = to_float(q[i]);
+  }
+  static void weights(float* p, V x) { store(p, x); }
+  static void in_order(V& even, V& odd) { interleave(even, odd); }
+};
+#endif
+
 #ifdef KVTIER_DOT
 struct Dotted {  // bf16 in pairs, added up in fp32
   using Element = bf16;
@@ -94,6 +131,7 @@ struct Dotted {  // bf16 in pairs, added up in fp32
   using Vector = D;
   static constexpr int STEP = DOT;
   static constexpr int COLUMNS = DOT;
+  static constexpr int REGISTERS = 1;
   static constexpr int TOKENS = 2;
   static Vector key(const bf16* p) { return load_pairs(p); }
   static Vector key(const bf16* p, int n) { return load_pairs(p, n); }
@@ -101,6 +139,7 @@ struct Dotted {  // bf16 in pairs, added up in fp32
   static V mac(V acc, Vector key, Vector query) { return dot(acc, key, query); }
   static void pack(bf16* p, const bf16* q, int n) { std::memcpy(p, q, static_cast<size_t>(n) * 2); }
   static void weights(bf16* p, V x) { to(p, x); }
+  static void in_order(V& low, V& high) { KVTIER_ISA::in_order(low, high); }
 
   using Packed = bf16;
   static constexpr int PAIR = 2;
@@ -173,7 +212,10 @@ KVTIER_INLINE void score_some(const typename M::Query* query, int query_stride, 
 // How many of four query rows of DIM elements stay in registers together with the accumulators: all if they are short;
 // three where the fourth can be loaded with each key. Either way keys are converted once and read in one pass.
 template <class M, int ROWS, int DIM>
-constexpr int held = ROWS != 4 || DIM == 0 ? 0 : up(DIM, M::STEP) <= 4 * M::STEP ? 4 : up(DIM, M::STEP) <= 8 * M::STEP ? 3 : 0;
+constexpr int held = [] {
+  constexpr int REGISTERS = up(DIM, M::STEP) / M::STEP * M::REGISTERS;
+  return ROWS != 4 || DIM == 0 ? 0 : REGISTERS <= 4 ? 4 : REGISTERS <= 8 ? 3 : 0;
+}();
 
 template <class M, int DIM, class P>
 inline void score_held(const typename M::Element* keys, int n, const typename M::Query* query, int query_stride,
@@ -238,39 +280,38 @@ constexpr bool EVENLY = W > 8;
 template <int ROWS>
 constexpr int widest = ROWS == 4 ? WIDEST_OF_4 : WIDEST_OF_2;
 
-// The sums of a step begin at 0: where `out` has left the L1 cache, nothing waits for it.
-KVTIER_INLINE void add_to(float* p, V x) { store(p, add(load(p), x)); }
-
-// out[r, :] += sum over t of weights[r, t] * values[t, :], for ROWS rows, n tokens, and `columns` columns of `dim`.
-template <class T, int ROWS, int VECTORS, class P>
-KVTIER_INLINE void add_columns(const T* values, int dim, int columns, int n, const float* weights, float* out,
-                               int out_stride, P& ahead) {
-  V acc[ROWS][VECTORS];
+// out[r, :] += sum over t of weights[r, t] * values[t, :], for ROWS rows, n tokens, and `columns` columns of `dim`. The
+// sums of a step begin at 0: where `out` has left the L1 cache, nothing waits for it.
+template <class M, int ROWS, int VECTORS, class P>
+KVTIER_INLINE void add_columns(const typename M::Element* values, int dim, int columns, int n, const float* weights,
+                               float* out, int out_stride, P& ahead) {
+  constexpr int COLUMNS = M::COLUMNS;
+  typename M::Vector acc[ROWS][VECTORS];
   UNROLL for (int r = 0; r < ROWS; r++)
-    UNROLL for (int c = 0; c < VECTORS; c++) acc[r][c] = zero();
-  const int rest = columns - (VECTORS - 1) * W;
-  const auto token = [&](int t, V last) KVTIER_LAMBDA {
-    const T* v = values + static_cast<ptrdiff_t>(t) * dim;
+    UNROLL for (int c = 0; c < VECTORS; c++) acc[r][c] = M::nothing();
+  const int rest = columns - (VECTORS - 1) * COLUMNS;
+  const auto token = [&](int t, typename M::Vector last) KVTIER_LAMBDA {
+    const auto* v = values + static_cast<ptrdiff_t>(t) * dim;
     if constexpr (EVENLY) ahead.step();
     V w[ROWS];
     UNROLL for (int r = 0; r < ROWS; r++) w[r] = set1(weights[r * ROW + t]);
     UNROLL for (int c = 0; c < VECTORS; c++) {
-      const V x = c == VECTORS - 1 ? last : from(v + c * W);
-      UNROLL for (int r = 0; r < ROWS; r++) acc[r][c] = fma(w[r], x, acc[r][c]);
+      const auto x = c == VECTORS - 1 ? last : M::key(v + c * COLUMNS);
+      UNROLL for (int r = 0; r < ROWS; r++) acc[r][c] = M::weighted(acc[r][c], w[r], x);
     }
   };
-  const T* last = values + (VECTORS - 1) * W;
-  if (rest >= W) {
-    for (int t = 0; t < n; t++) token(t, from(last + static_cast<ptrdiff_t>(t) * dim));
+  const auto* last = values + (VECTORS - 1) * COLUMNS;
+  if (rest >= COLUMNS) {
+    for (int t = 0; t < n; t++) token(t, M::key(last + static_cast<ptrdiff_t>(t) * dim));
   } else {
-    for (int t = 0; t < n; t++) token(t, from(last + static_cast<ptrdiff_t>(t) * dim, rest));
+    for (int t = 0; t < n; t++) token(t, M::key(last + static_cast<ptrdiff_t>(t) * dim, rest));
   }
   UNROLL for (int r = 0; r < ROWS; r++)
-    UNROLL for (int c = 0; c < VECTORS; c++) add_to(out + r * out_stride + c * W, acc[r][c]);
+    UNROLL for (int c = 0; c < VECTORS; c++) M::add_sums(out + r * out_stride + c * COLUMNS, acc[r][c]);
 }
 
 #ifdef KVTIER_DOT
-template <class T, int ROWS, int VECTORS, class P>
+template <class M, int ROWS, int VECTORS, class P>
 KVTIER_INLINE void add_columns(const bf16* values, int dim, int columns, int n, const bf16* weights, float* out,
                                int out_stride, P& ahead) {
   V low[ROWS][VECTORS], high[ROWS][VECTORS];
@@ -348,7 +389,6 @@ KVTIER_INLINE void each_panel(int dim, F f) {
 template <class M, int DIM, class P>
 inline void add_rows(const typename M::Element* values, int dim, int n, const typename M::Weight* weights, int rows,
                      float* out, int out_stride, P& ahead) {
-  using T = typename M::Element;
   if constexpr (DIM != 0) dim = DIM, out_stride = up(DIM, M::COLUMNS);
   constexpr int step = STEP_TOKENS;
   // Values are converted and paired once for four rows. The hardware follows whole tokens only, so that without prefetches
@@ -367,7 +407,7 @@ inline void add_rows(const typename M::Element* values, int dim, int n, const ty
       each_panel<M, ROWS, DIM>(dim, [&](int c, int columns, auto vectors) KVTIER_LAMBDA {
         for (int r = row; r < stop; r += ROWS) {
           if constexpr (!EVENLY) ahead.step();
-          add_columns<T, ROWS, decltype(vectors)::value>(values + c, dim, columns, some, weights + r * ROW,
+          add_columns<M, ROWS, decltype(vectors)::value>(values + c, dim, columns, some, weights + r * ROW,
                                                          out + r * out_stride + c, out_stride, ahead);
         }
       });

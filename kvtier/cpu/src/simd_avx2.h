@@ -65,6 +65,28 @@ inline V from(const float* p, int n) { return _mm256_maskload_ps(p, first_n(n));
 inline V from(const bf16* p, int n) { return widen(load8(p, n)); }
 inline V from(const f16* p, int n) { return _mm256_cvtph_ps(load8(p, n)); }
 
+#define KVTIER_HALVES 1
+// Elements 0, 2, 4 ... and 1, 3, 5 ... of 16 in bf16.
+struct Halves {
+  V even, odd;
+};
+inline Halves halves(__m256i x) {
+  const __m256i upper = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(x, 16)), _mm256_castsi256_ps(_mm256_and_si256(x, upper))};
+}
+inline Halves halves(const bf16* p) { return halves(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+inline Halves halves(const bf16* p, int n) {
+  __m256i x = _mm256_setzero_si256();
+  std::memcpy(&x, p, static_cast<size_t>(n) * 2);
+  return halves(x);
+}
+// Halves become neighbours again.
+inline void interleave(V& even, V& odd) {
+  const V a = _mm256_unpacklo_ps(even, odd), b = _mm256_unpackhi_ps(even, odd);
+  even = _mm256_permute2f128_ps(a, b, 0x20);
+  odd = _mm256_permute2f128_ps(a, b, 0x31);
+}
+
 inline __m128i narrow(V x) {
   __m256i bits = _mm256_castps_si256(x);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));

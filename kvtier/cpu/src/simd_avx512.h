@@ -46,6 +46,28 @@ inline V from(const float* p, int n) { return _mm512_maskz_loadu_ps(first_n(n), 
 inline V from(const bf16* p, int n) { return widen(_mm256_maskz_loadu_epi16(first_n(n), p)); }
 inline V from(const f16* p, int n) { return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first_n(n), p)); }
 
+#define KVTIER_HALVES 1
+// Elements 0, 2, 4 ... and 1, 3, 5 ... of 32 in bf16.
+struct Halves {
+  V even, odd;
+};
+inline Halves halves(__m512i x) {
+  const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(x, 16)), _mm512_castsi512_ps(_mm512_and_si512(x, upper))};
+}
+inline Halves halves(const bf16* p) { return halves(_mm512_loadu_si512(p)); }
+inline Halves halves(const bf16* p, int n) {
+  return halves(_mm512_maskz_loadu_epi16(static_cast<__mmask32>((1ull << n) - 1), p));
+}
+// Halves become neighbours again.
+inline void interleave(V& even, V& odd) {
+  const V a = even, b = odd;
+  const __m512i first = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  const __m512i second = _mm512_set_epi32(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8);
+  even = _mm512_permutex2var_ps(a, first, b);
+  odd = _mm512_permutex2var_ps(a, second, b);
+}
+
 inline __m256i narrow(V x) {
 #ifdef __AVX512BF16__
   return (__m256i)_mm512_cvtneps_pbh(x);
