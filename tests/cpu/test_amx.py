@@ -6,8 +6,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
+from problems import Case, Spec, attend, instruction_sets
 
-from kvtier.cpu import build
+from kvtier.cpu import build, native
 
 HERE = Path(__file__).parent
 #: What else the engine would choose from.
@@ -44,3 +46,19 @@ def test_tiles_give_what_a_plain_loop_gives(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     if "does not have it" in done.stdout + done.stderr:
         pytest.skip("this CPU has no AVX-512 with bf16, which comes with tiles")
+
+
+@pytest.mark.parametrize("group, queries", [(1, 1), (3, 2), (4, 1), (6, 1), (7, 1), (4, 4)])
+def test_few_rows_are_multiplied_in_fp32_as_without_tiles(group: int, queries: int) -> None:
+    """Pairs take this processor twice as long; tiles multiply them faster from 7 rows on."""
+    if "amx_bf16" not in instruction_sets():
+        pytest.skip("no tiles here")
+    before, found = native.instruction_set(), []
+    case = Case(Spec(torch.bfloat16, 2, group, queries, 128, 80, block_size=64, lengths=(300, 65), causal=True))
+    try:
+        for name in ("avx512", "amx_bf16"):
+            native.use_instruction_set(name)
+            found.append(attend(case))
+    finally:
+        native.use_instruction_set(before)
+    assert torch.equal(found[0].out, found[1].out) == (group * queries < 7)
