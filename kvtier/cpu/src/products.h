@@ -290,21 +290,20 @@ KVTIER_INLINE void add_columns(const typename M::Element* values, int dim, int c
   UNROLL for (int r = 0; r < ROWS; r++)
     UNROLL for (int c = 0; c < VECTORS; c++) acc[r][c] = M::nothing();
   const int rest = columns - (VECTORS - 1) * COLUMNS;
-  const auto token = [&](int t, typename M::Vector last) KVTIER_LAMBDA {
+  const auto token = [&](int t, auto last) KVTIER_LAMBDA {
     const auto* v = values + static_cast<ptrdiff_t>(t) * dim;
     if constexpr (EVENLY) ahead.step();
     V w[ROWS];
     UNROLL for (int r = 0; r < ROWS; r++) w[r] = set1(weights[r * ROW + t]);
     UNROLL for (int c = 0; c < VECTORS; c++) {
-      const auto x = c == VECTORS - 1 ? last : M::key(v + c * COLUMNS);
+      const auto x = c == VECTORS - 1 ? last(v + c * COLUMNS) : M::key(v + c * COLUMNS);
       UNROLL for (int r = 0; r < ROWS; r++) acc[r][c] = M::weighted(acc[r][c], w[r], x);
     }
   };
-  const auto* last = values + (VECTORS - 1) * COLUMNS;
   if (rest >= COLUMNS) {
-    for (int t = 0; t < n; t++) token(t, M::key(last + static_cast<ptrdiff_t>(t) * dim));
+    for (int t = 0; t < n; t++) token(t, [](const auto* v) KVTIER_LAMBDA { return M::key(v); });
   } else {
-    for (int t = 0; t < n; t++) token(t, M::key(last + static_cast<ptrdiff_t>(t) * dim, rest));
+    for (int t = 0; t < n; t++) token(t, [rest](const auto* v) KVTIER_LAMBDA { return M::key(v, rest); });
   }
   UNROLL for (int r = 0; r < ROWS; r++)
     UNROLL for (int c = 0; c < VECTORS; c++) M::add_sums(out + r * out_stride + c * COLUMNS, acc[r][c]);
