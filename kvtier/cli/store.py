@@ -172,7 +172,7 @@ def verify(args: argparse.Namespace) -> int:
 
     files, nbytes, damage = verify(args.directory)
     for each in damage:
-        print(f"{'a conversation' if each.number is None else f'{each.number:012}'}: {plain(each.why)}")
+        print(f"{each.what if each.number is None else f'{each.number:012}'}: {plain(each.why)}")
     print(f"{count(files, 'file')} read, {format_size(nbytes)}; {len(damage) or 'nothing'} damaged")
     if damage and args.repair:
         with _upkeep(args) as upkeep:

@@ -128,7 +128,8 @@ class Disk:
         except (OSError, sqlite3.Error, ValueError) as error:
             raise ConfigError(
                 f"{self.path} cannot be read, or its manifest is damaged: {error}. Make sure that there is room and "
-                f"that it may be written, or move {MANIFEST} away to begin with an empty folder."
+                f"that it may be written, or move {MANIFEST} and what is named like it away to begin with an empty "
+                "folder."
             ) from error
         self._writer.next, self.others = found.next, found.others
         self.damaged += found.damaged

@@ -29,7 +29,7 @@ from kvtier import ConfigError, StoreInUseError
 from kvtier.conversation.disk import reading as reading_module
 from kvtier.conversation.disk.disk import Disk
 from kvtier.conversation.disk.files.files import SEGMENT, Damaged, checksum, read_tensors, write_tensors
-from kvtier.conversation.disk.files.folder import MANIFEST, Folder
+from kvtier.conversation.disk.files.folder import MANIFEST, WRITTEN, Folder
 from kvtier.conversation.disk.files.reserve import RESERVE
 from kvtier.conversation.disk.order import Order
 from kvtier.conversation.disk.rows.manifest import VERSION
@@ -494,7 +494,7 @@ def test_the_owner_alone_may_read_whatever_the_umask(tmp_path: Path) -> None:
         assert save(disk, [1] * 9)
         disk.save_conversation("x", {})
         files = list((tmp_path / "a" / "store").iterdir())
-        assert {x.name for x in files} >= {"lock", MANIFEST, MANIFEST + "-wal", MANIFEST + "-shm"}
+        assert {x.name for x in files} >= {"lock", *(MANIFEST + x for x in ("", "-wal", "-shm", WRITTEN))}
         assert all(stat.S_IMODE(x.stat().st_mode) == 0o600 for x in files)
         assert stat.S_IMODE((tmp_path / "a" / "store").stat().st_mode) == 0o700
         disk.close()
@@ -502,7 +502,7 @@ def test_the_owner_alone_may_read_whatever_the_umask(tmp_path: Path) -> None:
         os.umask(before)
 
 
-@pytest.mark.parametrize("name", ["lock", MANIFEST, MANIFEST + "-wal", MANIFEST + "-shm"])
+@pytest.mark.parametrize("name", ["lock", *(MANIFEST + x for x in ("", "-wal", "-shm", WRITTEN))])
 def test_a_link_in_the_folder_is_refused_and_not_followed(name: str, tmp_path: Path) -> None:
     folder, elsewhere = tmp_path / "store", tmp_path / "elsewhere"
     disk_of(folder).close()
@@ -514,7 +514,7 @@ def test_a_link_in_the_folder_is_refused_and_not_followed(name: str, tmp_path: P
     assert elsewhere.read_bytes() == b"mine"
 
 
-@pytest.mark.parametrize("name", [MANIFEST, MANIFEST + "-wal", "lock"])
+@pytest.mark.parametrize("name", [MANIFEST, MANIFEST + "-wal", MANIFEST + WRITTEN, "lock"])
 def test_a_folder_that_was_copied_by_hard_links_is_refused_and_costs_the_first_nothing(
     name: str, tmp_path: Path
 ) -> None:
@@ -557,6 +557,7 @@ def test_files_of_others_are_not_touched(tmp_path: Path) -> None:
         "1.safetensors",
         MANIFEST,
         RESERVE,
+        MANIFEST + WRITTEN,
         "model-00001-of-00002.safetensors",
         "model.safetensors",
         "notes.txt",
@@ -803,7 +804,7 @@ def test_conversations_have_any_name_and_each_its_own_state(tmp_path: Path) -> N
     assert list(states_of(disk)) == NAMES[1::2]
     assert (disk.problem, disk.damaged) == ("", 0)
     disk.close()
-    assert {x.name for x in tmp_path.iterdir()} == {"lock", MANIFEST, RESERVE}
+    assert {x.name for x in tmp_path.iterdir()} == {"lock", MANIFEST, MANIFEST + WRITTEN, RESERVE}
 
 
 def test_a_conversation_that_cannot_be_saved_says_so_and_stays_what_it_was(tmp_path: Path) -> None:

@@ -16,7 +16,11 @@ from kvtier.forks import heed
 
 #: Of the database and what SQLite keeps next to it; the log and its index have the mode of the database.
 MANIFEST = "manifest.sqlite"
-_DATABASE = (MANIFEST, f"{MANIFEST}-wal", f"{MANIFEST}-shm", f"{MANIFEST}-journal")
+LOG = "-wal"
+#: Of what `Commits` keeps there. By name it comes behind the log: what copies a folder in that order while a store
+#: writes has no file here that is older than the log.
+WRITTEN = "-written"
+_DATABASE = (MANIFEST, *(MANIFEST + end for end in (LOG, "-shm", "-journal", WRITTEN)))
 #: Of the file from which a server derives the salts of its clients: what is saved under these is not found without it.
 SECRET = "server.secret"
 #: Of the files of chunks, whose numbers SQLite takes. What is named otherwise is never touched: a directory may hold

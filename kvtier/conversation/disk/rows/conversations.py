@@ -126,7 +126,9 @@ class ConversationRows:
 
     def _rank(self, ranks: Iterable[tuple[str, str | int]]) -> None:
         values = [(ranked, digest_of(_name(name), f"{ranked}"), _name(name)) for name, ranked in ranks]
-        self._db.executemany("UPDATE conversations SET ranked = ?, mark = ? WHERE name = ?", values)
+        # What is there already is not written again, as above.
+        update = "UPDATE conversations SET ranked = ?1, mark = ?2 WHERE name = ?3 AND (ranked, mark) IS NOT (?1, ?2)"
+        self._db.executemany(update, values)
 
     def _said(self, name: Any, state: Any, digest: Any) -> _Read | None:
         """What a row and its pieces say; None: the row is not what was written."""

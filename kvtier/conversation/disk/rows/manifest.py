@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from kvtier.conversation.disk.files.reserve import Reserve
 from kvtier.conversation.disk.keys import prefix_of
+from kvtier.conversation.disk.rows.commits import Commits, count_one, counted
 from kvtier.errors import ConfigError
 from kvtier.forks import heed
 
@@ -106,10 +107,11 @@ class Manifest:
 
     Attributes:
         db: the connection, for those who own the rows of other tables: see `ConversationRows`.
+        missing: what is known to be missing, in a sentence, where it is only read; "": nothing.
 
     Raises:
-        ConfigError: it is of another model or version, is something else, or is damaged; another process has it
-            locked; or this process was forked from one that had it open then.
+        ConfigError: it is of another model or version, is something else, or is damaged; it was written on since, see
+            `Commits`; another process has it locked; or this process was forked from one that had it open then.
     """
 
     def __init__(
@@ -133,6 +135,13 @@ class Manifest:
             )
         self._settle()
         try:
+            self._commits = Commits(file)
+            self.missing = "" if read_only else self._commits.missing()
+        except (OSError, sqlite3.Error) as error:
+            raise self._refused(error) from error
+        if self.missing:
+            raise ConfigError(f"{self.missing}.")
+        try:
             # On a disk that nobody can write to, as of a backup, SQLite could not make the files of its log.
             frozen = "&immutable=1" if read_only and _is_frozen(file) else ""
             name = f"{file.absolute().as_uri()}?mode=ro{frozen}" if read_only else file
@@ -147,6 +156,7 @@ class Manifest:
             self.db.execute("PRAGMA trusted_schema=OFF")
             self.db.execute("PRAGMA cell_size_check=ON")
             if read_only:
+                self.missing = self._commits.lacking(counted(self.db))
                 self._check_about(fingerprint)
                 return
             # Of a folder that is new. One of before gives back what is free when it is compacted, and from then on.
@@ -160,6 +170,7 @@ class Manifest:
                 for table in _SCHEMA:
                     self.db.execute(table)
                 self._check_about(fingerprint)
+            self._commits.begin(counted(self.db))
             trees = self.db.execute("SELECT count(*) FROM sqlite_master WHERE rootpage > 0").fetchone()[0]
             self._empty = trees + 2  # pages: what lists the trees, and what lists the pages
         except BaseException as error:
@@ -176,7 +187,8 @@ class Manifest:
             )
         return ConfigError(
             f"{self.file} is no manifest of saved sequences, is damaged, or cannot be used: {error}. Make sure that "
-            "there is room and that it may be written, or move it away to begin with an empty folder."
+            "there is room and that it may be written, or move it and what is named like it away to begin with an "
+            "empty folder."
         )
 
     def about(self) -> dict[str, str]:
@@ -196,7 +208,7 @@ class Manifest:
         own = _CONFIG_OF + read_by
         if not there:
             if fingerprint is None:
-                raise ConfigError(f"{self.file.parent} holds no saved sequences.")
+                raise ConfigError(f"{self.missing or f'{self.file.parent} holds no saved sequences'}.")
             self.db.executemany("INSERT INTO about VALUES (?, ?)", about.items())
             there = dict(about)
         if there.get("version") in _OLDER:
@@ -385,14 +397,19 @@ class Manifest:
         """
         self.end_transaction()
         self.db.execute("BEGIN IMMEDIATE")
+        before, count = self.db.total_changes, None
         try:
             yield
+            if self.db.total_changes != before:  # else nothing is written, and nobody waits for the disk
+                count = count_one(self.db)
             self.db.execute("COMMIT")
         except BaseException:
             with contextlib.suppress(sqlite3.Error):
                 if self.db.in_transaction:
                     self.db.execute("ROLLBACK")
             raise
+        if count is not None:
+            self._commits.note(count)
 
     @contextlib.contextmanager
     def removal(self) -> Iterator[None]:
@@ -422,6 +439,7 @@ class Manifest:
         """Close the database. Idempotent. Nothing, in a process that was forked since: see `forked`."""
         if self._owner != os.getpid():
             return
+        self._commits.close()
         with contextlib.suppress(sqlite3.Error):
             self.db.close()
             self._identity = None
@@ -429,6 +447,7 @@ class Manifest:
     def forked(self) -> None:
         """As of `Inherited`. A connection that is the parent's must not be closed here, not even when this process
         ends: SQLite takes a log that is of no use to it for one that is of no use to anybody, and removes it."""
+        self._commits.close()
         if self._identity is not None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.db))  # so that nothing ever frees it
             _inherited.add(self._identity)

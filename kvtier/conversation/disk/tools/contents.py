@@ -25,20 +25,25 @@ from kvtier.conversation.disk.rows.manifest import Manifest, Row
 from kvtier.conversation.index import WIDTH
 from kvtier.errors import ConfigError
 
+#: What is damaged where it lacks commits.
+DATABASE = "the database"
+
 
 @dataclass(frozen=True)
 class Damage:
     """Something in a folder that is not what was written.
 
     Attributes:
-        number: of a chunk; None: it is a conversation.
+        number: of a chunk; None: it is something else.
         why: in a sentence.
         lasting: whether it stays so; else it cannot be read now.
+        what: it is that has no number.
     """
 
     number: int | None
     why: str
     lasting: bool = True
+    what: str = "a conversation"
 
 
 @dataclass
@@ -52,7 +57,8 @@ class Contents:
         used: when each was used last, counted: a parent no earlier than what continues it.
         children: numbers of the chunks that continue one.
         conversations: the state of each, by name, in the order of their making.
-        damage: rows that are not what was written, or that continue such a one. Files are compared by `verify`.
+        damage: rows that are not what was written, or that continue such a one, and what the database lacks. Files are
+            compared by `verify`.
     """
 
     path: Path
@@ -93,6 +99,8 @@ class Contents:
                     found.damage.append(Damage(None, "a conversation was damaged, and what was saved is kept aside"))
         except (sqlite3.Error, ValueError, RecursionError) as error:
             raise ConfigError(f"{manifest.file} cannot be read: {error}.") from error
+        if manifest.missing:
+            found.damage.append(Damage(None, manifest.missing, what=DATABASE))
         return found
 
     @property

@@ -20,7 +20,7 @@ from pathlib import Path
 from kvtier.conversation.disk.files.files import Buffer, Damaged, copy_file
 from kvtier.conversation.disk.files.folder import MANIFEST, SECRET, file_of, sync_names
 from kvtier.conversation.disk.rows.manifest import Manifest, Row
-from kvtier.conversation.disk.tools.contents import Contents, Damage, check_there, opened
+from kvtier.conversation.disk.tools.contents import DATABASE, Contents, Damage, check_there, opened
 from kvtier.conversation.disk.tools.upkeep import remove_rows, with_below
 from kvtier.errors import ConfigError
 
@@ -39,8 +39,8 @@ class Copied:
         nbytes: of these files and of the manifest.
         left_out: files that rows name and that are not in it: they are damaged, or continue one that is, or were
             removed faster than they were copied.
-        damage: rows and files that are not what was written, and are left out. Conversations that are damaged, or kept
-            aside, are copied as they are.
+        damage: rows and files that are not what was written, and are left out, and what the database lacks.
+            Conversations that are damaged, or kept aside, are copied as they are.
     """
 
     conversations: int
@@ -118,6 +118,7 @@ def _copy(source: Path, made: Path) -> Copied:
     # A row that is there after its file was looked for has lost it; others were removed with theirs.
     bad = [x for x in found.damage if x.number is not None]
     damage = [*bad, *(Damage(n, why[n]) for n, row in lacking.items() if before.get(n) == row)]
+    damage += [x for x in found.damage if x.what == DATABASE]
     gone = [x.number for x in bad if x.number is not None] + with_below(found, lacking)
     if gone:
         _drop(made / _UNFINISHED, found, gone)
@@ -133,11 +134,12 @@ def _copy_manifest(source: Path, to: Path) -> Contents:
     to.unlink(missing_ok=True)
     with opened(source) as manifest:
         manifest.copy(to)
-    manifest = Manifest(to, None, read_only=True)
+    copied = Manifest(to, None, read_only=True)
+    copied.missing = manifest.missing
     try:
-        return Contents.of(manifest)
+        return Contents.of(copied)
     finally:
-        manifest.close()
+        copied.close()
 
 
 def _drop(file: Path, found: Contents, gone: Iterable[int]) -> None:
