@@ -15,7 +15,7 @@ import torch
 
 from kvtier.conversation.calls.reuse import RowReuse
 from kvtier.conversation.disk.rows.pieces import Written
-from kvtier.conversation.given.arguments import check_count, message_of, role_of
+from kvtier.conversation.given.arguments import check_beginning, check_count, message_of, role_of
 from kvtier.conversation.given.prompts import Prompts
 from kvtier.conversation.index import common, packed
 from kvtier.conversation.kept.ranks import rank_of
@@ -194,6 +194,7 @@ class Conversation:
         *,
         tokenizer: Any,
         system: str | None = None,
+        begin: str | None = None,
         tools: Sequence[Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,
@@ -205,6 +206,9 @@ class Conversation:
             message: of the user, or a message with a role of its own (of a tool). Text only.
             tokenizer: of the model; of one with a processor, `processor.tokenizer`.
             system: the first message of a new conversation.
+            begin: how the answer begins, such as "{" or "Sure, "; the model goes on from there, as with
+                `continue_final_message` of `apply_chat_template`. What is returned and kept is the whole answer. It is
+                a part of the prompt: a streamer that skips that is given what follows.
             tools: that the model may call, as `apply_chat_template` takes them; the answer has the calls as the model
                 writes them. Those of one turn: give them again in the next.
             chat_template_kwargs: what else the chat template reads, such as `{"enable_thinking": False}`; of one turn,
@@ -212,19 +216,26 @@ class Conversation:
             kwargs: as `generate` takes them: `streamer`, `max_new_tokens`, ...
 
         Raises:
-            ConfigError: what the chat template does not read.
+            ConfigError: what the chat template does not read; a beginning that it does not end a prompt with, or of an
+                encoder-decoder's answer.
             KVTierError: as of `generate`; the conversation is as it was.
         """
         self._check_open()
         self._enter(sys._getframe())
         try:
             prompts = Prompts(tokenizer, tools, chat_template_kwargs)
-            return self._send(list(self.messages), message, prompts, system, kwargs)
+            return self._send(list(self.messages), message, prompts, system, begin, kwargs)
         finally:
             self._inside.clear()
 
     def _send(
-        self, messages: list[Message], message: str | Message, prompts: Prompts, system: str | None, kwargs: Any
+        self,
+        messages: list[Message],
+        message: str | Message,
+        prompts: Prompts,
+        system: str | None,
+        begin: str | None,
+        kwargs: Any,
     ) -> str:
         """Say something behind these messages, which take the place of those that there are."""
         if system is not None:
@@ -233,7 +244,9 @@ class Conversation:
             messages.append({"role": "system", "content": system})
         messages.append(message_of(message))
         prompts.check(messages)
-        prompt = prompts.ids_of(messages)
+        is_of_encoder = self.store.model.config.is_encoder_decoder
+        check_beginning(begin, is_of_encoder)
+        prompt, answer = prompts.begun(messages, begin) if begin else (prompts.ids_of(messages), "")
         if not prompt:
             raise ConfigError("The prompt has no tokens: the message is empty, and the tokenizer adds none to it.")
         ids = torch.tensor([prompt], device=of.device_of(self.store.model))
@@ -243,8 +256,11 @@ class Conversation:
             out, said = self._generate(ids, dict(attention_mask=torch.ones_like(ids), **kwargs))
             rows = out if isinstance(out, torch.Tensor) else out.sequences
             # A decoder gives the prompt, too; that of an encoder-decoder has none.
-            start = 0 if self.store.model.config.is_encoder_decoder else ids.shape[1]
-            answer = str(prompts.tokenizer.decode(rows[0, start:], skip_special_tokens=True))
+            new = rows[0, 0 if is_of_encoder else ids.shape[1] :]
+            if begin:
+                answer += prompts.end_of(prompt, new.tolist())
+            else:
+                answer = str(prompts.tokenizer.decode(new, skip_special_tokens=True))
             messages.append({"role": "assistant", "content": answer})
             ends = {**self._ends_in(said, prompts, messages), len(messages): len(said)}
             # When nothing can fail any more: it is as it was, or has the whole turn.
@@ -256,6 +272,7 @@ class Conversation:
         self,
         *,
         tokenizer: Any,
+        begin: str | None = None,
         tools: Sequence[Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,
@@ -272,7 +289,7 @@ class Conversation:
                 raise ConfigError("There is no answer to generate again: `send` a message first.")
             *before, last, _ = self.messages
             prompts = Prompts(tokenizer, tools, chat_template_kwargs)
-            return self._send(before, last, prompts, None, kwargs)
+            return self._send(before, last, prompts, None, begin, kwargs)
         finally:
             self._inside.clear()
 

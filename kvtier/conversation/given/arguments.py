@@ -64,6 +64,18 @@ def check_count(name: str, count: object, least: int | None = None) -> None:
         raise ConfigError(f"{name}={reprlib.repr(count)}: give how many, a whole number{least_is}.")
 
 
+def check_beginning(begin: object, is_of_encoder: bool) -> None:
+    """Whether an answer can begin like this; None: as the model begins it.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if begin is not None and not isinstance(begin, str):
+        raise ConfigError(f"begin={reprlib.repr(begin)}: give the text that the answer begins with.")
+    if begin and is_of_encoder:
+        raise ConfigError("begin= is of a prompt that the answer follows, and an encoder-decoder writes it apart.")
+
+
 def check_span(start: object, stop: object, tokens: int) -> None:
     """Whether these are some tokens of a sequence that has so many.
 

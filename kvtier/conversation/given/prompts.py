@@ -12,6 +12,8 @@ from kvtier.hf.models.checkpoint.templates import NOT_OF_TEMPLATES, makes_prompt
 
 #: What a chat gives a template itself.
 _OWN = NOT_OF_TEMPLATES | {"add_generation_prompt", "continue_final_message"}
+#: Tokens before an answer with which it is decoded: a word may begin with the last of them.
+_BEFORE = 16
 
 
 class Prompts:
@@ -70,6 +72,42 @@ class Prompts:
         if self._has_code:
             options = {"add_generation_prompt": answer, "tokenize": True} | self._options
             found = self.tokenizer.apply_chat_template(list(messages), **options)
-            ids = found["input_ids"] if isinstance(found, Mapping) else found
-            return [int(x) for x in ids]
+            return _ids(found)
         return [int(x) for x in self.tokenizer("".join(map(text_of, messages)))["input_ids"]]
+
+    def begun(self, messages: Sequence[Mapping[str, Any]], begin: str) -> tuple[list[int], str]:
+        """The ids of messages and of how the answer to them begins, and that beginning as the model reads it: a
+        template may leave out spaces around it.
+
+        Raises:
+            ConfigError: the tokenizer writes no such prompt, or another beginning.
+        """
+        whole = [*messages, {"role": "assistant", "content": begin}]
+        if not self._has_code:
+            return self.ids_of(whole), begin
+        options = {"add_generation_prompt": False, "continue_final_message": True} | self._options
+        try:
+            text = self.tokenizer.apply_chat_template(whole, tokenize=False, **options)
+            ids = _ids(self.tokenizer.apply_chat_template(whole, tokenize=True, **options))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"begin={reprlib.repr(begin)}: the tokenizer continues no message: {error}") from error
+        for written in (begin, begin.rstrip(), begin.lstrip(), begin.strip()):
+            if isinstance(text, str) and text.endswith(written):
+                return ids, written
+        raise ConfigError(
+            f"begin={reprlib.repr(begin)}: leave it out, for the tokenizer does not end a prompt with it."
+        )
+
+    def end_of(self, prompt: Sequence[int], answer: Sequence[int]) -> str:
+        """The text of an answer behind a prompt that ends within it: decoded alone, it may lack its first space."""
+        before = list(prompt[-_BEFORE:])
+        head, whole = self._decoded(before), self._decoded([*before, *answer])
+        return whole[len(head) :] if whole.startswith(head) else self._decoded(answer)
+
+    def _decoded(self, ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+
+def _ids(found: Any) -> list[int]:
+    """Of what a tokenizer gives."""
+    return [int(x) for x in (found["input_ids"] if isinstance(found, Mapping) else found)]
