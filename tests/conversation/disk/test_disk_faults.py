@@ -367,7 +367,7 @@ def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
     assert on_small_disk(script, tmp_path, "700k") == "True\n"
 
 
-@pytest.mark.parametrize("budget", ["None", "64 * 2**20"])
+@pytest.mark.parametrize("budget", ["None", "16 * 2**20", "2 * 2**20"])
 def test_what_is_saved_is_read_and_removed_from_a_disk_that_is_full(budget: str, tmp_path: Path) -> None:
     script = """
         from kvtier.conversation.disk.files.reserve import RESERVE

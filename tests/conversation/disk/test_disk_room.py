@@ -63,8 +63,9 @@ def test_the_reserve_is_within_the_budget_that_it_is_a_part_of(
     more: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     budget = 100_000
-    monkeypatch.setattr(reserve, "SIZE", 25_000)
-    monkeypatch.setattr(reserve, "PLENTY", 4)
+    monkeypatch.setattr(reserve, "SIZE", 30_000)
+    monkeypatch.setattr(reserve, "LEAST", 25_000)
+    monkeypatch.setattr(reserve, "SHARE", 4)
     disk_of(tmp_path).close()
     assert (tmp_path / reserve.RESERVE).exists()
     disk = disk_of(tmp_path, budget + more)
@@ -81,14 +82,15 @@ def test_a_folder_that_is_full_makes_room_for_the_reserve_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     budget, file = 100_000, tmp_path / reserve.RESERVE
-    monkeypatch.setattr(reserve, "SIZE", 25_000)
-    monkeypatch.setattr(reserve, "PLENTY", 5)
+    for name in ("SIZE", "LEAST"):
+        monkeypatch.setattr(reserve, name, 25_000)
+    monkeypatch.setattr(reserve, "SHARE", 5)
     disk = disk_of(tmp_path, budget)
     for n in range(100):
         assert save(disk, [n] * 20)
     disk.close()
     assert not file.exists()
-    monkeypatch.setattr(reserve, "PLENTY", 4)
+    monkeypatch.setattr(reserve, "SHARE", 4)
     disk = disk_of(tmp_path, budget)
     for n in range(100, 110):
         assert (25_000 if file.exists() else 0) + disk.room.nbytes + disk.room.rest <= budget

@@ -419,6 +419,8 @@ class Manifest:
             sqlite3.Error: as of `transaction`.
         """
         self._settle()
+        if self._reserve is not None and self._reserve.is_short:
+            self.clear_log()  # what it takes is room for this; a disk without any refuses that, and loses nothing
         with self.transaction():
             yield
 
