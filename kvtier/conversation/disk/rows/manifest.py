@@ -145,7 +145,9 @@ class Manifest:
             # On a disk that nobody can write to, as of a backup, SQLite could not make the files of its log.
             frozen = "&immutable=1" if read_only and _is_frozen(file) else ""
             name = f"{file.absolute().as_uri()}?mode=ro{frozen}" if read_only else file
-            self.db = sqlite3.connect(name, timeout=_WAIT, isolation_level=None, check_same_thread=False, uri=read_only)
+            # Each commit has a statement of its own: see `count_one`. They are kept until there are so many.
+            options: dict[str, Any] = {"isolation_level": None, "check_same_thread": False, "cached_statements": 48}
+            self.db = sqlite3.connect(name, timeout=_WAIT, uri=read_only, **options)
         except sqlite3.Error as error:
             raise self._refused(error) from error
         heed(self)
