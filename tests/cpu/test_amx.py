@@ -48,7 +48,7 @@ def test_tiles_give_what_a_plain_loop_gives(tmp_path: Path) -> None:
         pytest.skip("this CPU has no AVX-512 with bf16, which comes with tiles")
 
 
-@pytest.mark.parametrize("group, queries", [(1, 1), (3, 2), (4, 1), (6, 1), (7, 1), (4, 4)])
+@pytest.mark.parametrize(("group", "queries"), [(1, 1), (3, 2), (4, 1), (6, 1), (7, 1), (4, 4)])
 def test_few_rows_are_multiplied_in_fp32_as_without_tiles(group: int, queries: int) -> None:
     """Pairs take this processor twice as long; tiles multiply them faster from 7 rows on."""
     if "amx_bf16" not in instruction_sets():
