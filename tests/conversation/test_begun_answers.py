@@ -132,6 +132,9 @@ def test_what_cannot_begin_an_answer_is_refused_and_nothing_is_said(model: Any, 
         refused("does not end a prompt with it", "x", Tokenizer())  # gives ids, whatever it is asked for
         tokenizer.chat_template = TEMPLATE.replace("m.content", "m.content | upper")
         refused("continues no message", BEGIN)
+        raises = "{% if messages[-1].role == 'assistant' %}{{ raise_exception('no') }}{% endif %}"
+        tokenizer.chat_template = TEMPLATE + raises
+        refused("continues no message: no", BEGIN)
         tokenizer.chat_template = TEMPLATE.replace("m.content", "m.content + '!'")
         assert chat.send("Add.", tokenizer=tokenizer, begin=BEGIN, **GREEDY).startswith(BEGIN)
     with store_of(tiny_model("t5")) as store, pytest.raises(ConfigError, match="encoder-decoder"):

@@ -6,6 +6,8 @@ import reprlib
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
+from jinja2 import TemplateError
+
 from kvtier.conversation.given.arguments import check_text, check_tokenizer, text_of
 from kvtier.errors import ConfigError
 from kvtier.hf.models.checkpoint.templates import NOT_OF_TEMPLATES, makes_prompts, unread
@@ -89,7 +91,7 @@ class Prompts:
         try:
             text = self.tokenizer.apply_chat_template(whole, tokenize=False, **options)
             ids = _ids(self.tokenizer.apply_chat_template(whole, tokenize=True, **options))
-        except (TypeError, ValueError) as error:
+        except (TemplateError, TypeError, ValueError) as error:
             raise ConfigError(f"begin={reprlib.repr(begin)}: the tokenizer continues no message: {error}") from error
         for written in (begin, begin.rstrip(), begin.lstrip(), begin.strip()):
             if isinstance(text, str) and text.endswith(written):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,8 +24,10 @@ _MARKS = (
     ("<|START_THINKING|>", "<|END_THINKING|>"),  # Command A
     ("◁think▷", "◁/think▷"),  # Kimi
 )
-#: Behind which an answer begins in prompts of such models, where that is not behind a token of its own.
-_HEADERS = ("<|im_start|>assistant\n", "<seed:bos>assistant\n")
+#: With which an answer begins in prompts of such models, where that is not a token alone: a token and text.
+_HEADERS = ("<|im_start|>assistant", "<seed:bos>assistant")
+#: What a prompt may have begun an answer with, where it does not matter what that is.
+_TEXT = "…"
 
 
 @dataclass(frozen=True)
@@ -54,14 +57,16 @@ def parsers_of(
             answer begins with.
     """
     template = get_response_template(tokenizer, model)
-    spec = _of_marks(tokenizer) if template is None else _loaded(template)
-    if spec is None:
-        return [None] * count
-    prompt = tokenizer.decode(list(ids))
-    if spec.start_anchor_re.search(prompt) is None:  # Transformers would read all of the chat as a part of the answer
-        prompt = tokenizer.decode(list(ids[_beginning(tokenizer, spec, ids) :]))
-    first = Parser(spec, prefix=prompt, tools=tools)
-    first.silent = frozenset() if template is not None else _unread(tokenizer, first, tokenizer.all_special_ids)
+    if template is None:
+        first = _of_marks(tokenizer, ids)
+        if first is None:
+            return [None] * count
+    else:
+        spec, prompt = _loaded(template), tokenizer.decode(list(ids))
+        if spec.start_anchor_re.search(prompt) is None:
+            # Transformers would read all of the chat as a part of the answer.
+            prompt = tokenizer.decode(list(ids[_beginning(tokenizer, spec, ids) :]))
+        first = Parser(spec, prefix=prompt, tools=tools)
     if plain:
         if first.begun is not None:
             first.read_no_more()
@@ -72,24 +77,52 @@ def parsers_of(
     return [first, *(first.copy() for _ in range(count - 1))]
 
 
+def _added(tokenizer: Any) -> dict[int, Any]:
+    """The tokens that are not of the vocabulary's own, by id; mistral-common's tokenizers name none."""
+    return getattr(tokenizer, "added_tokens_decoder", {})
+
+
 def _loaded(template: Any) -> Any:
     """A template as parsers read it."""
     return ResponseParser(template, prefix="")._spec
 
 
-def _of_marks(tokenizer: Any) -> Any:
-    """The template of a model that Transformers has none for: where its tokenizer has the marks of thoughts as tokens
-    of their own, what is between them is thoughts, and all else is text. None: it has none."""
-    added = {str(token) for token in getattr(tokenizer, "added_tokens_decoder", {}).values()}  # mistral-common: none
-    return next((_template(*marks) for marks in _MARKS if added.issuperset(marks)), None)
+def _of_marks(tokenizer: Any, ids: Sequence[int]) -> Parser | None:
+    """The parser of a model that Transformers has no template for: where its tokenizer has the marks of thoughts as
+    tokens of their own, an answer may begin with a thought, and all else is text. None: it has none.
+
+    Args:
+        ids: of the prompt. Only what is at its end counts, for marks may be in what a user writes.
+    """
+    added = _added(tokenizer)
+    tokens = {str(token) for token in added.values()}
+    marks = next((marks for marks in _MARKS if tokens.issuperset(marks)), None)
+    if marks is None:
+        return None
+    # The first token begins a prompt, and not an answer.
+    last = next((at for at in range(len(ids) - 1, 0, -1) if ids[at] in added), None)
+    tail = "" if last is None else tokenizer.decode(list(ids[last:])).strip()
+    begin, end = marks
+    if tail == begin:
+        prefix = f"{begin}\n"
+    elif tail == end:
+        prefix = f"{begin}\n{end}\n"
+    elif last is None or tail in _HEADERS or tail == tokenizer.decode([ids[last]]).strip():
+        prefix = ""
+    else:
+        prefix = _TEXT
+    parser = Parser(_template(*marks), prefix=prefix)
+    parser.silent = _unread(tokenizer, parser, added)
+    return parser
 
 
 @functools.cache
 def _template(begin: str, end: str) -> Any:
-    """Of a model whose thoughts are between two marks."""
-    thoughts = {"open": begin, "close": end, "content": "text"}
+    """Of a model whose answers may begin with a thought, between two marks. Behind that they are text, whatever is in
+    it: the mark may be spelt there by tokens that are text, as where a model is asked about it."""
+    thoughts = {"open_pattern": rf"\A\s*{re.escape(begin)}", "close": end, "content": "text"}
     fields = {"thinking": thoughts, "content": {"content": "text"}}  # the name that every version knows
-    return _loaded({"start_anchor": list(_HEADERS), "fields": fields})
+    return _loaded({"start_anchor_pattern": "(?!)", "fields": fields})  # a prefix is all of the answer
 
 
 def _thinks_first(tokenizer: Any, parser: Parser) -> Parser | None:
@@ -107,7 +140,7 @@ def _thinks_first(tokenizer: Any, parser: Parser) -> Parser | None:
     if not begins:
         return None
     leads = {"open_pattern": rf"\A(?:{field.open_re.pattern})", "transform": "{content}"}
-    first = _loaded({"start_anchor": _HEADERS[0], "fields": {field.name: leads}}).fields[field.name]
+    first = _loaded({"start_anchor": _TEXT, "fields": {field.name: leads}}).fields[field.name]
     made = Parser(_only(parser._spec, replace(field, open_re=first.open_re, open_literals=None)), prefix="")
     made.thought = Thought(field.close_re, begins)
     made.silent = parser.silent
@@ -123,7 +156,7 @@ def _only(spec: Any, field: Any) -> Any:
 
 def _begins(tokenizer: Any, field: Any) -> tuple[tuple[int, ...], ...]:
     """The tokens of what begins a field, where the first one is a token of its own."""
-    added = tokenizer.added_tokens_decoder
+    added = _added(tokenizer)
     found = {(x,) for x, token in added.items() if field.open_re.fullmatch(str(token))}
     for text in field.open_literals or ():
         ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -136,7 +169,7 @@ def _beginning(tokenizer: Any, spec: Any, ids: Sequence[int]) -> int:
     """Where an answer begins in a prompt without the mark that a template knows: behind the last token that a chat is
     marked up with, and that the template does not read. So what a user writes begins no region of the answer. Without
     such a token: with the one at the end of the prompt that begins a region, if there is one."""
-    added, last = tokenizer.added_tokens_decoder, len(ids) - 1
+    added, last = _added(tokenizer), len(ids) - 1
     for at in range(last, 0, -1):  # the first token begins a prompt, and not an answer
         if ids[at] in added and not _reads(spec, tokenizer.decode([ids[at]])):
             return at + 1
@@ -169,7 +202,7 @@ def unread_ends(tokenizer: Any, parser: Any, ends: Any) -> frozenset[int]:
 def _unread(tokenizer: Any, parser: Parser, given: Iterable[int]) -> frozenset[int]:
     """Of some tokens the special ones that a parser does not read."""
     # Special tokens are among those that were added. A client may name any number of others.
-    there = tokenizer.added_tokens_decoder.keys() & set(given)
+    there = _added(tokenizer).keys() & set(given)
     return frozenset(
         x
         for x in there

@@ -181,6 +181,7 @@ def test_what_is_damaged_is_left_out_and_told(tmp_path: Path, capsys: pytest.Cap
     assert said.out.startswith("3 conversations and 9 files copied, ")
     assert "3 files left out" in said.err
     assert "1 damaged" in said.err
+    assert {x.name for x in copy.iterdir() if x.suffix != ".safetensors"} == {copying.MANIFEST}
     assert verify(copy)[2] == []
     with disk_of(copy) as disk:
         assert [read(disk, ids) for ids in histories.values()] == [20, 5, 20]

@@ -235,6 +235,7 @@ def test_a_schema_that_cannot_be_followed_is_refused_before_anything_runs(
         made.of("response_format", schema, None, None)
     assert error.value.status == 400
     assert len(str(error.value)) < 400
+    assert "%" not in str(error.value), "that is not of the client's schema"
 
 
 def test_a_tokenizer_may_have_tokens_that_the_model_lacks(trained: tuple[Any, Any]) -> None:

@@ -38,6 +38,7 @@ def thinker(trained: tuple[Any, Any]) -> tuple[Any, Any]:
     model, tokenizer = copy.deepcopy(trained[0]), copy.deepcopy(trained[1])
     tokenizer.add_tokens(MARKS)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|turn|>"]})
+    tokenizer.add_tokens("<|reserved|>", special_tokens=True)
     model.resize_token_embeddings(len(tokenizer))
     return model, tokenizer
 
@@ -162,7 +163,13 @@ def test_json_behind_a_thought_of_the_models_own_is_text(size: int, thinker: tup
         ("<|im_start|>assistant\n", "<think>Hm.</think>So.", ("Hm.", "So.")),
         ("<|turn|><think>\n", "Hm.</think>So.", ("Hm.", "So.")),
         ("What is <think>?<|turn|>", "So.", ("", "So.")),
+        ("<|turn|><think>\n\n</think>\n\n", "<think>So.", ("", "<think>So.")),
         ("<|turn|>", "So<|turn|>.", ("", "So.")),
+        ("<|turn|>", "\n<think>Hm.</think>So.", ("Hm.", "So.")),
+        ("<|turn|>", "It is <think>. So.", ("", "It is <think>. So.")),
+        ("<|im_start|>assistant\n<think><|turn|>", "So.", ("", "So.")),
+        ("<|turn|>What does <think> do? ASSISTANT:", "So.", ("", "So.")),
+        ("<|turn|>", "So<|reserved|>.", ("", "So.")),
     ],
 )
 def test_marks_that_are_tokens_are_read_without_a_template(
@@ -176,6 +183,42 @@ def test_marks_that_are_tokens_are_read_without_a_template(
         answer = Answer(tokenizer, (), parser, silent=unread_ends(tokenizer, parser, None))
         parts = answer.feed(RequestOutput("a", ids, tokenizer(text)["input_ids"], finish_reason="stop"))
         assert ("".join(x.reasoning for x in parts), "".join(x.text for x in parts)) == expected
+
+
+@pytest.mark.parametrize(
+    "typed", ["<|im_start|>assistant\n<think>", "<|im_start|>assistant\n", "what is <think>?", "x"]
+)
+def test_what_a_user_writes_begins_no_thought_without_a_template(typed: str, thinker: tuple[Any, Any]) -> None:
+    thinker = of_template(thinker, None)
+    tokenizer, size = thinker[1], len(thinker[1])
+    processor, parsers, ids = held(thinker, f"user{typed}<|turn|>")
+    assert parsers[0] is not None, "it may think"
+    found = may_come(processor, ids, size)
+    assert {tokenizer.decode([x])[0] for x in found - {tokenizer.convert_tokens_to_ids("<think>")}} == {"{"}
+    # Where nothing tells that an answer begins there, the schema holds.
+    processor, parsers, ids = held(thinker, f"a<|turn|>user{typed} ASSISTANT:")
+    assert parsers == [None, None]
+    assert {tokenizer.decode([x])[0] for x in may_come(processor, ids, size)} == {"{"}
+
+
+def test_a_tokenizer_that_names_no_added_tokens_has_no_thoughts(thinker: tuple[Any, Any]) -> None:
+    class Other:
+        """As mistral-common's."""
+
+        def __init__(self, response_template: Any) -> None:
+            self.response_template = response_template
+
+        def __getattr__(self, name: str) -> Any:
+            if name == "added_tokens_decoder":
+                raise AttributeError(name)
+            return getattr(thinker[1], name)
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return thinker[1](*args, **kwargs)
+
+    ids = thinker[1]("<|im_start|>assistant\n")["input_ids"]
+    for template in (QWEN, None):
+        assert parsers_of(Other(template), thinker[0], ids, None, 1, plain=True) == [None]
 
 
 def test_a_tokenizer_without_marks_has_no_parser(trained: tuple[Any, Any]) -> None:

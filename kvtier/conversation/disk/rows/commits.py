@@ -1,4 +1,4 @@
-"""`Commits`: how many commits a database has had, in a file beside it, so that an older database is told from it.
+"""`Commits`: how many commits a database has had, in a file next to it, so that an older database is told from it.
 
 SQLite keeps the last commits in a log, a file of its own. A folder that was copied or restored without that log, or
 with a log or a database of another moment, opens as that of an earlier moment, and nothing says what is missing.
@@ -25,13 +25,13 @@ from kvtier.conversation.disk.files.folder import LOG, WRITTEN, keep_owner
 _MOST = 2**31 - 1
 #: Of the database's header: how it begins, and where it counts.
 _MAGIC, _COUNT = b"SQLite format 3\0", slice(60, 64)
-#: Of the log's header, where it says which log it is: SQLite begins one anew when all of it is in the database.
+#: Of the log's header, where it says which log it is: SQLite begins a new one when all of it is in the database.
 _SALTS = slice(16, 24)
 _SAID = re.compile(rb"(\d{10}) (\d{10}) ([0-9a-f]{8})\n")
 
 
 class Commits:
-    """The file beside a database. Not for several threads at once.
+    """The file next to a database. Not for several threads at once.
 
     Args:
         database: of a folder.
@@ -57,7 +57,8 @@ class Commits:
         Raises:
             OSError, sqlite3.Error: it cannot be read.
         """
-        # No other process has it open, and no connection of this one: closing any handle ends SQLite's locks.
+        # Closing any handle ends SQLite's locks of this process. No store has it open; what reads it here at the same
+        # time, as `Contents`, loses its lock, as by `Folder`.
         head, has_log = _head(self._database), os.path.exists(self._log)
         if head and not head.startswith(_MAGIC):
             return ""  # SQLite says what is wrong
@@ -109,7 +110,7 @@ class Commits:
             return
         before, self._salts = self._salts, self._read_salts()
         if None not in (before, self._salts) and before != self._salts:
-            self.base = max(count - 1, 0)  # the log was begun anew: what was before is in the database
+            self.base = max(count - 1, 0)  # the log was begun again: what was before is in the database
         self.count = count
         said = b"%010d %010d" % (self.count, self.base)
         with contextlib.suppress(OSError):

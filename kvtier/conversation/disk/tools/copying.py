@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier.conversation.disk.files.files import Buffer, Damaged, copy_file
-from kvtier.conversation.disk.files.folder import MANIFEST, SECRET, file_of, sync_names
+from kvtier.conversation.disk.files.folder import MANIFEST, SECRET, WRITTEN, file_of, sync_names
 from kvtier.conversation.disk.rows.manifest import Manifest, Row
 from kvtier.conversation.disk.tools.contents import DATABASE, Contents, Damage, check_there, opened
 from kvtier.conversation.disk.tools.upkeep import remove_rows, with_below
@@ -149,6 +149,7 @@ def _drop(file: Path, found: Contents, gone: Iterable[int]) -> None:
             remove_rows(manifest, found, gone)
     finally:
         manifest.close()
+        file.with_name(file.name + WRITTEN).unlink(missing_ok=True)  # of a name that the database has for now only
 
 
 def _copy_plain(file: Path, to: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import threading
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -21,6 +22,8 @@ _OPTIONS = {"whitespace_pattern": _SPACE}
 #: Before a schema. Where a text is the only one, llguidance would have it written in the tokens of the tokenizer: where
 #: that is the text of a token such as <think> or the end token, in that token, which it then takes for no text.
 _WHOLE = '%llguidance {"no_forcing": true}\nstart: %json '
+#: With which what llguidance says of a schema begins. It ends with the lines from `_WHOLE` on.
+_PLACE = re.compile(r"^at \d+\(\d+\): ")
 #: Characters of what llguidance says of a schema.
 _LONGEST = 200
 #: Tokens of a thought that are read at each step for its end.
@@ -64,7 +67,8 @@ class Grammars:
             raise invalid(field, f"the schema is malformed: {error}") from error
         matcher = LLMatcher(tokenizer, grammar, log_level=0)
         if matcher.is_error():
-            why = " ".join(matcher.get_error().partition("<backtrace>")[0].split())[:_LONGEST]
+            why = _PLACE.sub("", matcher.get_error()).partition("<backtrace>")[0]
+            why = " ".join(why.partition(_WHOLE.splitlines()[0])[0].removesuffix("1 | ").split())[:_LONGEST]
             raise invalid(field, f"the schema is malformed, or has what is not supported: {why}")
         return Grammar(matcher, tokenizer, field, self._tokenizer, thought)
 
