@@ -120,7 +120,7 @@ judge: $(NEWEST)/.ready if-native ## load generators of others against kvtier se
 # How much more than the tests play; a seed that failed is in the message. Two at a time, as in `test`.
 SOAKED = KVTIER_TEST_OPERATIONS=50000 KVTIER_TEST_SETTINGS=200 KVTIER_TEST_CASES=2000 KVTIER_TEST_TURNS=1000 \
 	KVTIER_TEST_FLIPS=500 KVTIER_TEST_WORLDS=10000 KVTIER_TEST_WORKLOADS=20 KVTIER_TEST_LOADS=500 KVTIER_TEST_CLIENTS=200 \
-	KVTIER_TEST_KILLS=50 KVTIER_TEST_PROBLEMS=150
+	KVTIER_TEST_KILLS=50 KVTIER_TEST_PROBLEMS=150 KVTIER_TEST_WALKS=40
 soak: $(NEWEST)/.ready if-native ## slow tests, and random walks and searches for longer than in the tests, seeded
 	@log=$(NEWEST)/soak.log; \
 	$(SOAKED) $(call RUN_TESTS,$(NEWEST),tests/conversation tests/serving) >$$log 2>&1 & stores=$$!; \

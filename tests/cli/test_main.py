@@ -148,6 +148,8 @@ def ended(redirected: str, *args: str, unbuffered: bool = False) -> tuple[int, s
     return ran.returncode, ran.stderr
 
 
+#: Linux has that device.
+NO_FULL_DISK = pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no full disk to write to")
 #: Commands that print a little, in the parser or when they run.
 PRINTS = (["--version"], ["store", "ls", "--help"], ["plan"])
 
@@ -162,9 +164,12 @@ def printing(request: pytest.FixtureRequest, tmp_path: Path) -> list[str]:
 
 @pytest.mark.parametrize("unbuffered", [False, True])
 @pytest.mark.parametrize(
-    ("redirected", "why"), [(">/dev/full", "No space left on device"), (">&-", "Bad file descriptor")]
+    ("redirected", "why"),
+    [
+        pytest.param(">/dev/full", "No space left on device", marks=NO_FULL_DISK),
+        (">&-", "Bad file descriptor"),
+    ],
 )
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no full disk to write to")
 def test_a_command_whose_output_is_lost_has_failed(
     redirected: str, why: str, unbuffered: bool, printing: list[str]
 ) -> None:
@@ -179,7 +184,7 @@ def test_a_command_whose_reader_has_gone_ends_quietly(unbuffered: bool, printing
     assert (ran.returncode, ran.stderr) == (141, "")
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no full disk to write to")
+@NO_FULL_DISK
 def test_a_command_that_is_interrupted_says_only_that_where_its_output_is_lost_too() -> None:
     code = (
         "import sys\n"

@@ -173,12 +173,39 @@ def test_a_forced_instruction_set_is_used_or_refused(load: Callable[..., bool], 
         native.use_instruction_set("sse9")
 
 
+USED = "from kvtier.cpu import native; print(native.available() and native.instruction_set())"
+
+
+def is_intel() -> bool:
+    file = Path("/proc/cpuinfo")
+    return file.exists() and "GenuineIntel" in file.read_text()
+
+
 def test_a_process_obeys_the_variable_and_else_uses_the_best(kernel: None) -> None:
-    program = "from kvtier.cpu import native; print(native.available() and native.instruction_set())"
-    for forced, said in (("portable", "portable\n"), ("", instruction_sets()[-1] + "\n")):
+    best = [x for x in instruction_sets() if not (is_intel() and x == "avx512_bf16")][-1]
+    for forced, said in (("portable", "portable\n"), ("", best + "\n")):
         environment = {**os.environ, native.VARIABLE: forced, "PYTHONPATH": str(ROOT)}
-        done = forks.run(program, env=environment)
+        done = forks.run(USED, env=environment)
         assert (done.stdout, done.returncode) == (said, 0), done.stderr
+
+
+#: This process is refused what asks for tiles, as in a container: a filter of its calls of the system.
+NO_TILES = """
+import ctypes, struct
+ARCH_PRCTL, ALLOW, REFUSE = 158, 0x7FFF0000, 0x00050001
+lines = ((0x20, 0, 0, 0), (0x15, 0, 1, ARCH_PRCTL), (0x06, 0, 0, REFUSE), (0x06, 0, 0, ALLOW))
+code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in lines))
+program = ctypes.create_string_buffer(struct.pack("H6xQ", len(lines), ctypes.addressof(code)))
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, program, 0, 0) == 0
+"""
+
+
+def test_where_tiles_are_refused_intel_multiplies_no_pairs(kernel: None) -> None:
+    if not is_intel() or "avx512_bf16" not in instruction_sets():
+        pytest.skip("no processor of Intel's with products of bf16 pairs")
+    done = forks.run(NO_TILES + USED, env={**os.environ, native.VARIABLE: "", "PYTHONPATH": str(ROOT)})
+    assert (done.stdout, done.returncode) == ("avx512\n", 0), done.stderr
 
 
 def test_torch_finds_no_better_instruction_set_than_this_library(kernel: None) -> None:

@@ -67,7 +67,8 @@ const Kernel* kernel_named(const char* name) {
 const Kernel* best_kernel() {
   for (const char* name : {"amx_bf16", "avx512_bf16", "avx512", "avx2", "neon"}) {
 #if defined(__x86_64__)
-    // Intel's multiply half as many pairs a cycle as numbers of fp32: docs/design/host-attention.md.
+    // Emerald Rapids multiplies half as many pairs a cycle as numbers of fp32; others of Intel's were not timed. See
+    // docs/design/host-attention.md.
     if (!std::strcmp(name, "avx512_bf16") && __builtin_cpu_is("intel")) continue;
 #endif
     if (const Kernel* kernel = kernel_named(name)) return kernel;

@@ -21,8 +21,8 @@ template <class M>
 constexpr int MANY_ROWS = 160;
 #endif
 
-// How bf16 is multiplied with few rows, and with many. A processor with tiles multiplies half as many pairs a cycle as
-// numbers of fp32.
+// How bf16 is multiplied with few rows, and with many. Of the processors with tiles Emerald
+// Rapids multiplies half as many pairs a cycle as numbers of fp32; others were not timed.
 #if defined(KVTIER_DOT) && !defined(KVTIER_TILES)
 using FewOfBf16 = Dotted;
 #elif defined(KVTIER_HALVES)

@@ -55,10 +55,10 @@ inline Halves halves(__m512i x) {
   const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
   return {_mm512_castsi512_ps(_mm512_slli_epi32(x, 16)), _mm512_castsi512_ps(_mm512_and_si512(x, upper))};
 }
-inline Halves halves(const bf16* p) { return halves(_mm512_loadu_si512(p)); }
-inline Halves halves(const bf16* p, int n) {
-  return halves(_mm512_maskz_loadu_epi16(static_cast<__mmask32>((1ull << n) - 1), p));
-}
+inline __m512i load_32(const bf16* p) { return _mm512_loadu_si512(p); }
+inline __m512i load_32(const bf16* p, int n) { return _mm512_maskz_loadu_epi16(static_cast<__mmask32>((1ull << n) - 1), p); }
+inline Halves halves(const bf16* p) { return halves(load_32(p)); }
+inline Halves halves(const bf16* p, int n) { return halves(load_32(p, n)); }
 // Halves become neighbours again.
 inline void interleave(V& even, V& odd) {
   const V a = even, b = odd;
@@ -158,8 +158,8 @@ constexpr int DOT = 32;  // bf16 elements of a vector
 
 using D = __m512i;
 
-inline D load_pairs(const bf16* p) { return _mm512_loadu_si512(p); }
-inline D load_pairs(const bf16* p, int n) { return _mm512_maskz_loadu_epi16(static_cast<__mmask32>((1ull << n) - 1), p); }
+inline D load_pairs(const bf16* p) { return load_32(p); }
+inline D load_pairs(const bf16* p, int n) { return load_32(p, n); }
 inline D zero_pairs() { return _mm512_setzero_si512(); }
 inline D set_pair(const bf16* p) {
   int pair;

@@ -26,8 +26,8 @@ _MARKS = (
 )
 #: With which an answer begins in prompts of such models, where that is not a token alone: a token and text.
 _HEADERS = ("<|im_start|>assistant", "<seed:bos>assistant")
-#: What a prompt may have begun an answer with, where it does not matter what that is.
-_TEXT = "…"
+#: A pattern of nothing, as of where an answer begins in a prefix that is all of it.
+_NOWHERE = "(?!)"
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Thought:
 
     Attributes:
         end: a pattern of what ends it.
-        begins: token ids; with each of these sequences the model may begin it. None: the prompt has begun it.
+        begins: token ids; with each of these sequences the model may begin it; (): the prompt has begun it.
     """
 
     end: Any
@@ -103,6 +103,7 @@ def _of_marks(tokenizer: Any, ids: Sequence[int]) -> Parser | None:
     last = next((at for at in range(len(ids) - 1, 0, -1) if ids[at] in added), None)
     tail = "" if last is None else tokenizer.decode(list(ids[last:])).strip()
     begin, end = marks
+    # A mark counts when something has come behind it: until then its pattern might go on.
     if tail == begin:
         prefix = f"{begin}\n"
     elif tail == end:
@@ -110,7 +111,7 @@ def _of_marks(tokenizer: Any, ids: Sequence[int]) -> Parser | None:
     elif last is None or tail in _HEADERS or tail == tokenizer.decode([ids[last]]).strip():
         prefix = ""
     else:
-        prefix = _TEXT
+        prefix = "…"  # some text, whatever it is
     parser = Parser(_template(*marks), prefix=prefix)
     parser.silent = _unread(tokenizer, parser, added)
     return parser
@@ -122,7 +123,7 @@ def _template(begin: str, end: str) -> Any:
     it: the mark may be spelt there by tokens that are text, as where a model is asked about it."""
     thoughts = {"open_pattern": rf"\A\s*{re.escape(begin)}", "close": end, "content": "text"}
     fields = {"thinking": thoughts, "content": {"content": "text"}}  # the name that every version knows
-    return _loaded({"start_anchor_pattern": "(?!)", "fields": fields})  # a prefix is all of the answer
+    return _loaded({"start_anchor_pattern": _NOWHERE, "fields": fields})
 
 
 def _thinks_first(tokenizer: Any, parser: Parser) -> Parser | None:
@@ -140,7 +141,7 @@ def _thinks_first(tokenizer: Any, parser: Parser) -> Parser | None:
     if not begins:
         return None
     leads = {"open_pattern": rf"\A(?:{field.open_re.pattern})", "transform": "{content}"}
-    first = _loaded({"start_anchor": _TEXT, "fields": {field.name: leads}}).fields[field.name]
+    first = _loaded({"start_anchor_pattern": _NOWHERE, "fields": {field.name: leads}}).fields[field.name]
     made = Parser(_only(parser._spec, replace(field, open_re=first.open_re, open_literals=None)), prefix="")
     made.thought = Thought(field.close_re, begins)
     made.silent = parser.silent

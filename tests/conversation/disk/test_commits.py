@@ -52,7 +52,7 @@ def said(disk: Disk) -> dict[str, list[int]]:
 
 
 def checkpoint(disk: Disk) -> None:
-    """The log is moved to the database, and begins anew with the next commit."""
+    """The log is moved to the database, and begins again with the next commit."""
     disk._manifest.db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
 
@@ -68,7 +68,7 @@ def copied(folder: Path, to: Path) -> Path:
 
 
 def counts(folder: Path) -> tuple[int, int]:
-    """What the file beside the database says."""
+    """What the file next to the database says."""
     said = (folder / (MANIFEST + WRITTEN)).read_bytes()
     assert int(said[22:30], 16) == zlib.crc32(said[:21])
     return int(said[:10]), int(said[11:21])
@@ -187,14 +187,14 @@ def test_who_removes_what_the_error_names_goes_on_with_what_is_there(tmp_path: P
             disk.close()
 
 
-def test_an_older_log_beside_a_database_that_has_all_is_removed_without_loss(tmp_path: Path) -> None:
+def test_an_older_log_next_to_a_database_that_has_all_is_removed_without_loss(tmp_path: Path) -> None:
     with in_use(tmp_path / "store", later=False) as disk:
         older = part_of(disk.path, LOG)
         say(disk, "c", 1)
         checkpoint(disk)
         folder, whole = copied(disk.path, tmp_path / "copy"), said(disk)
     restored(folder, LOG, older)
-    for written in (part_of(folder, WRITTEN), None):  # also where the file beside it is not there
+    for written in (part_of(folder, WRITTEN), None):  # also where the file next to it is not there
         restored(folder, WRITTEN, written)
         with pytest.raises(ConfigError, match=r"To go on with all of them, remove manifest\.sqlite-wal\.$"):
             disk_of(folder)
@@ -255,7 +255,7 @@ def test_a_folder_of_before_is_taken_as_it_is_and_counts_from_then_on(tmp_path: 
 
 
 @pytest.mark.parametrize("rest", [b"", b"\0" * 31, b"0000000099 00000", b"0000000099 0000000099 00000000\n"])
-def test_what_the_end_of_the_machine_leaves_beside_the_database_refuses_nothing(rest: bytes, tmp_path: Path) -> None:
+def test_what_the_end_of_the_machine_leaves_next_to_the_database_refuses_nothing(rest: bytes, tmp_path: Path) -> None:
     with in_use(tmp_path / "store", later=True) as disk:
         folder, whole = copied(disk.path, tmp_path / "copy"), said(disk)
     restored(folder, WRITTEN, rest)
@@ -265,7 +265,7 @@ def test_what_the_end_of_the_machine_leaves_beside_the_database_refuses_nothing(
     assert counts(folder) == counts(tmp_path / "store")
 
 
-def test_what_cannot_be_written_beside_the_database_fails_no_save(
+def test_what_cannot_be_written_next_to_the_database_fails_no_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, copy = tmp_path / "store", tmp_path / "copy"
@@ -356,7 +356,7 @@ def test_parts_of_any_moments_are_whole_or_refused(seed: int, tmp_path: Path) ->
     assert refused
 
 
-@pytest.mark.parametrize("begins", [False, True], ids=["goes on", "begins anew"])
+@pytest.mark.parametrize("begins", [False, True], ids=["goes on", "begins again"])
 def test_a_process_that_is_killed_between_a_commit_and_its_note_leaves_a_folder_that_is_whole(
     begins: bool, tmp_path: Path
 ) -> None:

@@ -201,6 +201,16 @@ def test_what_a_user_writes_begins_no_thought_without_a_template(typed: str, thi
     assert {tokenizer.decode([x])[0] for x in may_come(processor, ids, size)} == {"{"}
 
 
+@pytest.mark.parametrize(("prompt", "is_begun"), [("assistant\n", True), ("user\n", False), ("assistant\nSo", False)])
+def test_behind_a_header_of_a_token_and_text_an_answer_begins(
+    prompt: str, is_begun: bool, thinker: tuple[Any, Any]
+) -> None:
+    tokenizer = copy.deepcopy(thinker[1])
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
+    _, parsers, _ = held(of_template((thinker[0], tokenizer), None), f"<|im_start|>user\nx<|im_start|>{prompt}")
+    assert (parsers[0] is not None) == is_begun
+
+
 def test_a_tokenizer_that_names_no_added_tokens_has_no_thoughts(thinker: tuple[Any, Any]) -> None:
     class Other:
         """As mistral-common's."""
