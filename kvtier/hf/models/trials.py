@@ -9,7 +9,15 @@ from typing import Any, NamedTuple
 import torch
 from transformers import DynamicCache, GenerationConfig
 
-from kvtier.hf.models.generation import cache_argument, device_of, inner, positions, takes_logits_to_keep
+from kvtier.hf.models.generation import (
+    cache_argument,
+    device_of,
+    inner,
+    keeps_positions,
+    positions,
+    reads_positions,
+    takes_logits_to_keep,
+)
 from kvtier.hf.models.names import CACHE
 
 #: Tokens of the trial whether states go on, and of its first part.
@@ -36,13 +44,20 @@ def scores_in_parts(
     forward without a cache."""
     row = torch.tensor([list(ids)], device=device_of(model))
     found, start, name = list[torch.Tensor](), 0, cache_argument(model)
+    # Told none, a model that keeps positions goes on from those of its last call, of other rows or of an image.
+    told = keeps_positions(model) and reads_positions(model)
+
+    def at(start: int, stop: int) -> dict[str, torch.Tensor]:
+        return {"position_ids": torch.arange(start, stop, device=row.device)[None]} if told else {}
+
     with torch.no_grad():
         cache = DynamicCache(config=model.config)
         for count in parts:
-            new = row[:, start : start + count]
-            found.append(model(input_ids=new, use_cache=True, **{name: cache}).logits[0, -1])
-            start += count
-        whole = model(input_ids=row[:, :start], use_cache=False).logits[0]
+            stop = start + count
+            given: dict[str, Any] = {name: cache, **at(start, stop)}
+            found.append(model(input_ids=row[:, start:stop], use_cache=True, **given).logits[0, -1])
+            start = stop
+        whole = model(input_ids=row[:, :start], use_cache=False, **at(0, start)).logits[0]
     return found, [whole[stop - 1] for stop in itertools.accumulate(parts)]
 
 
