@@ -1,5 +1,5 @@
 """Models that keep positions from one call to the next (multimodal rotary embeddings), in an engine that is made behind
-such a call."""
+such a call, or runs while others call the model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel, Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
-from kvtier import Engine
+from kvtier import Engine, TieredMemory
+from kvtier.config import CacheOptions
+from kvtier.serving.runners.runner import Work
+from kvtier.serving.runners.single import SingleRunner
 
 IMAGE, START, END, NEW = 90, 88, 89, 8
 PROMPTS = [tuple((5 * i * i + 3 * n + 7 * i) % 80 + 1 for i in range(length)) for n, length in enumerate((11, 30, 5))]
@@ -80,3 +83,21 @@ def test_an_engine_is_what_it_is_whatever_was_generated_before(before: Any) -> N
         assert engine.runner == "packed"
         found = list(engine.generate_batch(PROMPTS, **GREEDY).values())
     assert [output.generated_tokens for output in found] == expected
+
+
+@pytest.mark.parametrize("between", [generate_from_rows, generate_from_image])
+def test_a_sequence_alone_goes_on_from_its_own_positions(between: Any) -> None:
+    model = multimodal()
+    prompt, expected = PROMPTS[0], generated(model, PROMPTS[0])
+    ids = list(prompt)
+    with TieredMemory(host_budget="64MiB") as memory:
+        runner = SingleRunner(model, memory, CacheOptions.parse(4, True))
+        sequence = runner.add()
+        for _ in range(NEW):
+            done = runner.cached(sequence)
+            (scores,) = runner.step([Work(sequence, ids, done, len(ids) - done, True)])
+            assert scores is not None
+            ids = [*ids, int(scores.argmax())]
+            between(model)
+        runner.close()
+    assert ids[len(prompt) :] == expected

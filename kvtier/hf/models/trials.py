@@ -37,6 +37,11 @@ def recomputed(model: Any, ids: torch.Tensor, layers: Collection[int]) -> dict[i
     return {i: (cache.layers[i].keys, cache.layers[i].values) for i in layers}
 
 
+def to_be_told_positions(model: Any) -> bool:
+    """Whether a model that is told no positions goes on from those of its last call, of other rows or of an image."""
+    return keeps_positions(model) and reads_positions(model)
+
+
 def scores_in_parts(
     model: Any, ids: Sequence[int], parts: Sequence[int]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -44,8 +49,7 @@ def scores_in_parts(
     forward without a cache."""
     row = torch.tensor([list(ids)], device=device_of(model))
     found, start, name = list[torch.Tensor](), 0, cache_argument(model)
-    # Told none, a model that keeps positions goes on from those of its last call, of other rows or of an image.
-    told = keeps_positions(model) and reads_positions(model)
+    told = to_be_told_positions(model)
 
     def at(start: int, stop: int) -> dict[str, torch.Tensor]:
         return {"position_ids": torch.arange(start, stop, device=row.device)[None]} if told else {}
@@ -107,14 +111,17 @@ def tried_states(model: Any) -> StatesTrial:
     return StatesTrial(bool(go_on.item()), bool(in_cache.item()))
 
 
-def next_scores(model: Any, ids: Sequence[int], cache: Any) -> tuple[torch.Tensor, Any]:
+def next_scores(model: Any, ids: Sequence[int], cache: Any, *, told: bool = False) -> tuple[torch.Tensor, Any]:
     """The scores `[vocabulary]` of the token behind `ids`, as `generate` computes them, and the cache that goes on.
 
     Args:
         cache: of the first tokens; it must lack at least one. None: every token is computed, and no cache is made.
+        told: the positions of the tokens are given to the model (`to_be_told_positions`).
     """
     # Said, as the model's own config may say otherwise (MPT's does).
-    given = {"use_cache": False} if cache is None else {"use_cache": True, cache_argument(model): cache}
+    given: dict[str, Any] = {"use_cache": False} if cache is None else {"use_cache": True, cache_argument(model): cache}
+    if told:
+        given["position_ids"] = torch.arange(len(ids), device=device_of(model))[None]
     out = _greedily(model, ids, 1, **given)
     return out.logits[0][0], None if cache is None else getattr(out, CACHE)
 

@@ -37,6 +37,8 @@ class SingleRunner(Runner):
         #: Tokens up to which keys are the same however a sequence is divided into forwards; None: they always are.
         self._constant = of.length_of_constant_positions(self._config)
         self._stretched = Stretched(of.inner(model))
+        #: What else calls the model between two steps changes the positions that it goes on from.
+        self._told = trials.to_be_told_positions(model)
         self._live: dict[_Alone, None] = {}
 
     def add(self) -> _Alone:
@@ -77,7 +79,9 @@ class SingleRunner(Runner):
                 try:
                     self._stretched.begin()
                     for length in self._lengths(each):
-                        scores, sequence.cache = trials.next_scores(self._model, each.ids[:length], sequence.cache)
+                        scores, sequence.cache = trials.next_scores(
+                            self._model, each.ids[:length], sequence.cache, told=self._told
+                        )
                 finally:
                     self._stretched.give_back()
         except BaseException:
