@@ -10,7 +10,7 @@ from jinja2 import TemplateError
 
 from kvtier.conversation.given.arguments import check_text, check_tokenizer, text_of
 from kvtier.errors import ConfigError
-from kvtier.hf.models.checkpoint.templates import NOT_OF_TEMPLATES, makes_prompts, unread
+from kvtier.hf.models.checkpoint.templates import CONTINUES, NOT_OF_TEMPLATES, begun_text, makes_prompts, unread
 
 #: What a chat gives a template itself.
 _OWN = NOT_OF_TEMPLATES | {"add_generation_prompt", "continue_final_message"}
@@ -87,18 +87,12 @@ class Prompts:
         whole = [*messages, {"role": "assistant", "content": begin}]
         if not self._has_code:
             return self.ids_of(whole), begin
-        options = {"add_generation_prompt": False, "continue_final_message": True} | self._options
         try:
-            text = self.tokenizer.apply_chat_template(whole, tokenize=False, **options)
-            ids = _ids(self.tokenizer.apply_chat_template(whole, tokenize=True, **options))
+            _, written = begun_text(self.tokenizer, whole, self._options)
+            ids = _ids(self.tokenizer.apply_chat_template(whole, tokenize=True, **self._options, **CONTINUES))
         except (TemplateError, TypeError, ValueError) as error:
             raise ConfigError(f"begin={reprlib.repr(begin)}: the tokenizer continues no message: {error}") from error
-        for written in (begin, begin.rstrip(), begin.lstrip(), begin.strip()):
-            if isinstance(text, str) and text.endswith(written):
-                return ids, written
-        raise ConfigError(
-            f"begin={reprlib.repr(begin)}: leave it out, for the tokenizer does not end a prompt with it."
-        )
+        return ids, written
 
     def end_of(self, prompt: Sequence[int], answer: Sequence[int]) -> str:
         """The text of an answer behind a prompt that ends within it: decoded alone, it may lack its first space."""

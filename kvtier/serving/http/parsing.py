@@ -44,7 +44,14 @@ class Thought:
 
 
 def parsers_of(
-    tokenizer: Any, model: Any, ids: Sequence[int], tools: Any, count: int = 1, *, plain: bool = False
+    tokenizer: Any,
+    model: Any,
+    ids: Sequence[int],
+    tools: Any,
+    count: int = 1,
+    *,
+    plain: bool = False,
+    begun: str | None = None,
 ) -> list[Parser | None]:
     """The parsers of several answers to a prompt, which is decoded and read once. None: nothing is known of how this
     model marks what it writes, or all that is said is text.
@@ -55,10 +62,11 @@ def parsers_of(
         count: of answers.
         plain: all is text, whatever it looks like, but for what the prompt has begun, or else the thought that the
             answer begins with.
+        begun: how the client begins the answer, with which the prompt ends; None: it does not.
     """
     template = get_response_template(tokenizer, model)
     if template is None:
-        first = _of_marks(tokenizer, ids)
+        first = _of_marks(tokenizer, ids, begun)
         if first is None:
             return [None] * count
     else:
@@ -87,12 +95,13 @@ def _loaded(template: Any) -> Any:
     return ResponseParser(template, prefix="")._spec
 
 
-def _of_marks(tokenizer: Any, ids: Sequence[int]) -> Parser | None:
+def _of_marks(tokenizer: Any, ids: Sequence[int], begun: str | None = None) -> Parser | None:
     """The parser of a model that Transformers has no template for: where its tokenizer has the marks of thoughts as
     tokens of their own, an answer may begin with a thought, and all else is text. None: it has none.
 
     Args:
         ids: of the prompt. Only what is at its end counts, for marks may be in what a user writes.
+        begun: how the client begins the answer, with which the prompt ends.
     """
     added = _added(tokenizer)
     tokens = {str(token) for token in added.values()}
@@ -104,7 +113,9 @@ def _of_marks(tokenizer: Any, ids: Sequence[int]) -> Parser | None:
     tail = "" if last is None else tokenizer.decode(list(ids[last:])).strip()
     begin, end = marks
     # A mark counts when something has come behind it: until then its pattern might go on.
-    if tail == begin:
+    if begun is not None:
+        prefix = _marked(tokenizer.decode(list(ids)).removesuffix(begun), begun, begin, end)
+    elif tail == begin:
         prefix = f"{begin}\n"
     elif tail == end:
         prefix = f"{begin}\n{end}\n"
@@ -115,6 +126,14 @@ def _of_marks(tokenizer: Any, ids: Sequence[int]) -> Parser | None:
     parser = Parser(_template(*marks), prefix=prefix)
     parser.silent = _unread(tokenizer, parser, added)
     return parser
+
+
+def _marked(before: str, begun: str, begin: str, end: str) -> str:
+    """An answer that the client begins, with the marks that the template has written before that."""
+    before = before.rstrip()
+    lead = f"{begin}\n" if before.endswith(begin) else f"{begin}\n{end}\n" if before.endswith(end) else ""
+    last = "\n" if begun.endswith((begin, end)) else ""
+    return f"{lead}{begun}{last}"
 
 
 @functools.cache

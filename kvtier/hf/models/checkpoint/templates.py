@@ -6,7 +6,7 @@ import functools
 import inspect
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jinja2 import TemplateError, meta
@@ -20,6 +20,10 @@ _OF_PROMPTS = frozenset(("tools", "documents", "add_generation_prompt"))
 NOT_OF_TEMPLATES = frozenset(
     ("tokenize", "return_dict", "return_tensors", "chat_template", "messages", "conversation", "tools")
 )
+
+
+#: With which `apply_chat_template` ends a prompt within its last message.
+CONTINUES = {"add_generation_prompt": False, "continue_final_message": True}
 
 
 def is_processor(tokenizer: Any) -> bool:
@@ -38,6 +42,26 @@ def makes_prompts(tokenizer: Any) -> bool:
 def _has_own_code(tokenizer: Any) -> bool:
     theirs = PreTrainedTokenizerBase
     return isinstance(tokenizer, theirs) and type(tokenizer).apply_chat_template is not theirs.apply_chat_template
+
+
+def begun_text(tokenizer: Any, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> tuple[str, str]:
+    """The text of a prompt that ends within its last message, and what of that message it ends with: a template may
+    leave out spaces around it.
+
+    Args:
+        tokenizer: that makes prompts, see `makes_prompts`.
+        messages: the content of the last one, a string, is how the answer begins.
+        options: what the template is given besides.
+
+    Raises:
+        ValueError: the prompt ends with something else. Others are of the tokenizer, which continues no message.
+    """
+    text = tokenizer.apply_chat_template(list(messages), tokenize=False, **{**options, **CONTINUES})
+    begin = messages[-1]["content"]
+    for written in (begin, begin.rstrip(), begin.lstrip(), begin.strip()):
+        if isinstance(text, str) and text.endswith(written):
+            return text, written
+    raise ValueError("it does not end a prompt with it")
 
 
 def template_of(tokenizer: Any, tools: Sequence[Any] | None) -> str:

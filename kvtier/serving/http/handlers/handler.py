@@ -11,7 +11,7 @@ from fastapi.responses import StreamingResponse
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.utils import BaseHandler, Modality
 
-from kvtier.hf.models.checkpoint.templates import makes_prompts, unread
+from kvtier.hf.models.checkpoint.templates import CONTINUES, begun_text, makes_prompts, unread
 from kvtier.serving.http.answers import Answers
 from kvtier.serving.http.manager import EngineManager
 from kvtier.serving.http.parsing import Parser, parsers_of
@@ -133,11 +133,17 @@ class Handler(BaseHandler):
             raise Refusal(
                 400, f"{ignored[0]}: the model's chat template does not read it.", code="unsupported", param=ignored[0]
             )
+        if asked.continues:
+            self._check_begins(plain[-1])
         if not makes_prompts(tokenizer):
+            asked.begun = str(plain[-1]["content"]) if asked.continues else None
             text = "".join(str(message["content"]) for message in plain)
             return self.ids_of(text)
         own = {"tools": asked.tools, "add_generation_prompt": True}
         given = {**own, **self.served.template, **asked.template}
+        if asked.continues:
+            asked.begun = self._begun(plain, given)
+            given |= CONTINUES
         try:
             if not may_fit(self.visit.size, self.served.context):  # none of its strings has more characters
                 self._check_fits(tokenizer.apply_chat_template(plain, tokenize=False, **given))
@@ -147,6 +153,24 @@ class Handler(BaseHandler):
         except Exception as error:  # of the template, which may ask for anything
             raise self._refused(error) from error
         return [int(x) for x in found["input_ids"]]
+
+    def _check_begins(self, message: Mapping[str, Any]) -> None:
+        """Refuse a last message that no answer goes on from. Raises `Refusal`."""
+        if message["role"] != "assistant":
+            raise invalid("continue_final_message", "the last message is not of the assistant")
+        if message.get("tool_calls") or not isinstance(message.get("content"), str):
+            raise invalid("continue_final_message", "the last message has content and no calls of tools")
+
+    def _begun(self, messages: Sequence[Mapping[str, Any]], given: Mapping[str, Any]) -> str:
+        """What of the last message a prompt ends with. Raises `Refusal`: it does not."""
+        try:
+            return begun_text(self.served.tokenizer, messages, given)[1]
+        except (TypeError, ValueError) as error:
+            raise invalid(
+                "continue_final_message", f"the model's tokenizer continues no such message: {error}"
+            ) from error
+        except Exception as error:  # of the template, which may ask for anything
+            raise self._refused(error) from error
 
     def _check_fits(self, text: str) -> None:
         """Refuse a text that cannot fit, or that nobody waits for. Raises `Refusal`."""
@@ -189,7 +213,7 @@ class Handler(BaseHandler):
     def parsers(self, ids: Sequence[int], asked: Asked) -> list[Parser | None]:
         """Of the answers to a prompt."""
         of = self.served.tokenizer, self.served.model
-        return parsers_of(*of, ids, asked.tools, asked.count, plain=asked.form is not None)
+        return parsers_of(*of, ids, asked.tools, asked.count, plain=asked.form is not None, begun=asked.begun)
 
     async def grammar(self, asked: Asked, parser: Parser | None = None) -> Grammar | None:
         """What holds an answer to the schema that is asked for; None: to none.

@@ -76,6 +76,8 @@ _FIELDS = {
             "parallel_tool_calls",
             "response_format",
             "chat_template_kwargs",
+            "add_generation_prompt",
+            "continue_final_message",
             "reasoning_effort",
             "modalities",
             "functions",
@@ -124,6 +126,8 @@ class Asked:
         session, cache_salt: that the body names.
         tools: that the model may call.
         template: what the chat template is given besides messages.
+        continues: whether the answer goes on from the last message, which is how it begins.
+        begun: of that message what the prompt ends with, once there is a prompt; None: it begins no answer.
         form: the JSON schema of an answer, and the field that has it; None: it is any text.
         grammar: made of that.
     """
@@ -144,6 +148,8 @@ class Asked:
     cache_salt: str | None = None
     tools: list[dict[str, Any]] | None = None
     template: dict[str, Any] = field(default_factory=dict)
+    continues: bool = False
+    begun: str | None = None
     form: tuple[str, Mapping[str, Any]] | None = None
     grammar: Grammar | None = None
 
@@ -180,6 +186,7 @@ def asked_of(kind: str, body: Mapping[str, Any]) -> Asked:
     found.tools = _tools(given)
     found.template = _template(given)
     found.form = _form(given)
+    found.continues = _continues(read, given, found)
     if found.form and found.tools:
         raise invalid("tools", f"an answer that is held to {found.form[0]} calls nothing: leave out one of the two")
     if kind == "completions":
@@ -393,6 +400,25 @@ def _template(given: Mapping[str, Any]) -> dict[str, Any]:
         raise invalid("reasoning", "give an object with effort")
     effort = reasoning.get("effort", effort)
     return found | ({} if effort is None else {"reasoning_effort": effort})
+
+
+def _continues(read: _Read, given: Mapping[str, Any], found: Asked) -> bool:
+    """Whether the answer goes on from the last message. What the template reads of that is noted, too."""
+    continues, header = read.flag("continue_final_message"), read.flag("add_generation_prompt")
+    own = found.template.get("add_generation_prompt")
+    if "add_generation_prompt" in given and own not in (None, header):
+        raise invalid("add_generation_prompt", "chat_template_kwargs says something else: give one of the two")
+    if not continues:
+        if "add_generation_prompt" in given and not header:
+            found.template["add_generation_prompt"] = False
+        return False
+    if header or own:
+        raise invalid("continue_final_message", "with add_generation_prompt: true another message begins: give one")
+    if found.form:
+        why = f"an answer that is held to {found.form[0]} is so from its first token: leave out one of the two"
+        raise invalid("continue_final_message", why)
+    found.template.pop("add_generation_prompt", None)
+    return True
 
 
 def _form(given: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]] | None:
