@@ -10,6 +10,7 @@ import openai
 import pytest
 import torch
 from servers import NAME, Running, serving
+from tokenizers import decoders
 from transformers.cli.serving import utils
 
 from kvtier.serving.http.answers import Answer
@@ -104,7 +105,8 @@ def test_a_session_keeps_the_whole_answer_and_the_next_turn_re_uses_it(server: t
         if turn:
             assert shared > begins, "the next turn re-uses what was generated behind the beginning"
             assert done.usage.prompt_tokens_details.cached_tokens == shared
-        assert running.server.manager._store.open(f"serve//{name}").ids[: len(ids)] == ids
+        store: Any = running.server.manager._store
+        assert store.open(f"serve//{name}").ids[: len(ids)] == ids
         kept, begins = (ids + answer)[:-1], len(ids)
         before = [*messages[:-1], {"role": "assistant", "content": begin + done.choices[0].message.content}]
 
@@ -229,3 +231,15 @@ def test_a_client_gets_the_rest_of_a_thought_that_it_has_begun(shared: Running) 
     text = text_behind(manager.tokenizer, ids, generated(manager.engine.model, ids, 8))
     done = ask(shared, messages, max_tokens=8).choices[0].message
     assert (done.model_extra.get("reasoning_content"), done.content) == (text, "")
+
+
+def test_a_text_goes_on_with_the_space_that_a_tokenizer_leaves_out_where_one_begins(trained: tuple[Any, Any]) -> None:
+    model, tokenizer = of(trained, None)
+    messages = messages_of("def first(items):\n    for x in")
+    ids = rendered(tokenizer, messages)
+    text = text_behind(tokenizer, ids, generated(model, ids, 8))
+    assert text.startswith(" ")
+    strips = [decoders.ByteLevel(), decoders.Strip(" ", 1, 0)]
+    tokenizer.backend_tokenizer.decoder = decoders.Sequence(strips)
+    with serving((model, tokenizer)) as running:
+        assert ask(running, messages, max_tokens=8).choices[0].message.content == text
