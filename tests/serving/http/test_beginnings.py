@@ -243,3 +243,16 @@ def test_a_text_goes_on_with_the_space_that_a_tokenizer_leaves_out_where_one_beg
     tokenizer.backend_tokenizer.decoder = decoders.Sequence(strips)
     with serving((model, tokenizer)) as running:
         assert ask(running, messages, max_tokens=8).choices[0].message.content == text
+
+
+def test_a_call_that_the_client_begins_comes_whole(trained: tuple[Any, Any]) -> None:
+    model, tokenizer = of(trained, CHATML)
+    tokenizer.response_template = QWEN
+    begin = '<tool_call>\n{"name": "f", '
+    ids = tokenizer(f"<|im_start|>assistant\n{begin}")["input_ids"]
+    (parser,) = parsers_of(tokenizer, model, ids, [{"type": "function", "function": {"name": "f"}}], begun=begin)
+    answer = Answer(tokenizer, (), parser, behind=ids)
+    new = tokenizer('"arguments": {"a": 1}}\n</tool_call>')["input_ids"]
+    parts = answer.feed(RequestOutput("a", ids, new, finish_reason="stop"))
+    assert [(x.call.name, x.call.arguments) for x in parts if x.call is not None] == [("f", '{"a": 1}')]
+    assert "".join(x.text for x in parts).strip() == ""
