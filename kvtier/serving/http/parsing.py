@@ -132,8 +132,7 @@ def _marked(before: str, begun: str, begin: str, end: str) -> str:
     """An answer that the client begins, with the marks that the template has written before that."""
     before = before.rstrip()
     lead = f"{begin}\n" if before.endswith(begin) else f"{begin}\n{end}\n" if before.endswith(end) else ""
-    last = "\n" if begun.endswith((begin, end)) else ""
-    return f"{lead}{begun}{last}"
+    return f"{lead}{begun}"
 
 
 @functools.cache
