@@ -147,33 +147,35 @@ class Engine:
             undo.callback(self._give_back)
             with launch.on(of.device_of(model)):
                 self._runner, self._enabled = choose_runner(model, memory, options, runner)
+                undo.callback(self._runner.close)
             if self._enabled is not None:
                 # What is left when all that may run a step is garbage, also the thread of an engine that is not closed.
                 self._enabled.end_with(self._runner)
-            undo.callback(self._runner.close)
             allow_sub_batches(self._runner, model, memory, sub_batches)
             self._prefixes = prefixes_of(model, self._runner, store, costs, states)
+            if self._prefixes is not None:
+                undo.callback(self._prefixes.close)
+            self._store = store
+            self._requests = Requests(self._runner, self._prefixes, store, costs, max_waiting, clock)
+            self._steps = StepRunner(
+                self._requests,
+                self._runner,
+                self._prefixes,
+                scheduler=chosen,
+                costs=costs,
+                ways=costs if preemption == "price" else Always(preemption),
+                max_tokens=max_batch_tokens,
+                max_running=max_running,
+                spill=bool(spill),
+                clock=clock,
+                copied=memory.totals,
+            )
+            self._loop = Loop(
+                self._requests, self._steps, memory, functools.partial(of.device_of, model), weakref.ref(self)
+            )
             undo.pop_all()
-        self._store = store
         if store is not None:
             store.engines.add(self)
-        self._requests = Requests(self._runner, self._prefixes, store, costs, max_waiting, clock)
-        self._steps = StepRunner(
-            self._requests,
-            self._runner,
-            self._prefixes,
-            scheduler=chosen,
-            costs=costs,
-            ways=costs if preemption == "price" else Always(preemption),
-            max_tokens=max_batch_tokens,
-            max_running=max_running,
-            spill=bool(spill),
-            clock=clock,
-            copied=memory.totals,
-        )
-        self._loop = Loop(
-            self._requests, self._steps, memory, functools.partial(of.device_of, model), weakref.ref(self)
-        )
 
     @property
     def sub_batches(self) -> bool:

@@ -148,8 +148,10 @@ class Enabled:
 
     def end_with(self, user: object) -> None:
         """As `disable`, when an object is garbage that may be so without having called it."""
-        self._end = weakref.finalize(user, _abandon, weakref.ref(self.model), self._claim)
+        before, self._end = self._end, weakref.finalize(user, _abandon, weakref.ref(self.model), self._claim)
         self._end.atexit = False
+        if before is not None:
+            before.detach()
 
     def __enter__(self) -> nn.Module:
         return self.model
@@ -216,6 +218,8 @@ def enable_for(model: nn.Module, user: str) -> Enabled:
         with settled, _changing():
             _switch(model, switchable, claim)
         made = Enabled(model, claim, tuple(sorted({type(owner).__name__ for owner in fixed})))
+        if user:  # an interrupt may come before the caller has the handle, and would leave a claim that nobody can end
+            made.end_with(made)
     except BaseException:  # an interrupt, before anybody has the handle
         with settled, _changing():
             _restore(model, [claim])

@@ -10,6 +10,7 @@ refused.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -89,16 +90,25 @@ def choose_runner(
             raise _too_small(model, memory, options, name, error) from None
         finally:
             stretched.give_back()
-    runner.processes = Processes.of(model)
-    if runner.processes is not None and not runner.processes.same((runner.name, runner.blocks(), options)):
-        runner.close()
-        if enabled is not None:
-            enabled.disable()
-        raise ConfigError(
-            "The model is divided over processes, and their engines would not decide alike: give all of them the same "
-            "options, and budgets in bytes ('auto' is what each of them finds)."
-        )
+    with _undone(runner, enabled) as undo:
+        runner.processes = Processes.of(model)
+        if runner.processes is not None and not runner.processes.same((runner.name, runner.blocks(), options)):
+            raise ConfigError(
+                "The model is divided over processes, and their engines would not decide alike: give all of them the "
+                "same options, and budgets in bytes ('auto' is what each of them finds)."
+            )
+        undo.pop_all()
     return runner, enabled
+
+
+def _undone(runner: Runner | None = None, enabled: Enabled | None = None) -> contextlib.ExitStack:
+    """What is undone where its `with` is left by whatever there is, an interrupt too, unless `pop_all` comes before."""
+    undo = contextlib.ExitStack()
+    if enabled is not None:
+        undo.callback(enabled.disable)
+    if runner is not None:
+        undo.callback(runner.close)
+    return undo
 
 
 def allow_sub_batches(runner: Runner, model: Any, memory: TieredMemory, asked: bool | Literal["auto"]) -> None:
@@ -133,10 +143,8 @@ def _chosen(model: Any, memory: TieredMemory, options: CacheOptions, name: str) 
         if runner is not None and name in ("auto", runner.name):
             return runner, enabled
         if runner is not None:
-            runner.close()
             why = f"it can be {runner.name}"
-        if enabled is not None:
-            enabled.disable()
+        _undone(runner, enabled).close()
         if name != "auto":
             raise UnsupportedError(f"{type(model).__name__} cannot be {name}: {why}.")
         _LOG.warning("%s is run one sequence at a time: %s.", type(model).__name__, why)
@@ -170,10 +178,7 @@ def _too_small(model: Any, memory: TieredMemory, options: CacheOptions, name: st
 def _try_with(model: Any, memory: TieredMemory, options: CacheOptions, name: str, budgets: Mapping[str, int]) -> None:
     """The trial, as in this memory, but for some budgets. Raises `BudgetError`."""
     with memory.alike(**{f"{tier}_budget": nbytes for tier, nbytes in budgets.items()}) as scratch:
-        runner, enabled = _chosen(model, scratch, options, name)
-        runner.close()
-        if enabled is not None:
-            enabled.disable()
+        _undone(*_chosen(model, scratch, options, name)).close()
 
 
 def _together(model: Any, memory: TieredMemory, options: CacheOptions) -> tuple[Runner | None, Enabled | None, str]:
@@ -181,35 +186,29 @@ def _together(model: Any, memory: TieredMemory, options: CacheOptions) -> tuple[
         return None, None, "its rotary embedding depends on the longest sequence of a forward"
     if of.forgets_unmasked(of.inner(model)):
         return None, None, "its caches have windows, and its masks have none"
-    runner: PackedRunner | RaggedRunner | None = None
     enabled: Enabled | None = None
-    try:
-        ragged = of.keeps_recurrent_states(of.inner(model).config)
-        if not ragged and not of.reads_positions(model):
-            return None, None, "it takes no position ids"
-        runner = (RaggedRunner if ragged else PackedRunner)(model, memory, options)
-        steps = (_PROMPTS, _SECOND, _THIRD) if runner.chunked else (_PROMPTS, (1, 1), (1, 1))
-        wanted = _scores_alone(model, steps)  # before anything is done to the model
-        if not of.generates_as_usual(of.inner(model)) and (problem := _generates_otherwise(model, wanted)):
-            runner.close()
+    with contextlib.ExitStack() as undo:
+        try:
+            ragged = of.keeps_recurrent_states(of.inner(model).config)
+            if not ragged and not of.reads_positions(model):
+                return None, None, "it takes no position ids"
+            runner = (RaggedRunner if ragged else PackedRunner)(model, memory, options)
+            undo.callback(runner.close)
+            steps = (_PROMPTS, _SECOND, _THIRD) if runner.chunked else (_PROMPTS, (1, 1), (1, 1))
+            wanted = _scores_alone(model, steps)  # before anything is done to the model
+            if not of.generates_as_usual(of.inner(model)) and (problem := _generates_otherwise(model, wanted)):
+                return None, None, problem
+            if of.knows_length(of.inner(model).config):
+                enabled = enable_for(of.inner(model), "an Engine")
+                undo.callback(enabled.disable)
+            problem = _differs(runner, wanted, steps, model)
+        except _NO_ROOM:
+            raise
+        except Exception as error:  # whatever a model does with what it is handed
+            problem = f"{type(error).__name__}: {error}"
+        if problem:
             return None, None, problem
-        if of.knows_length(of.inner(model).config):
-            enabled = enable_for(of.inner(model), "an Engine")
-        problem = _differs(runner, wanted, steps, model)
-    except _NO_ROOM:
-        if runner is not None:
-            runner.close()
-        if enabled is not None:
-            enabled.disable()
-        raise
-    except Exception as error:  # whatever a model does with what it is handed
-        problem = f"{type(error).__name__}: {error}"
-    if problem or runner is None:
-        if runner is not None:
-            runner.close()
-        if enabled is not None:
-            enabled.disable()
-        return None, None, problem
+        undo.pop_all()
     return runner, enabled, ""
 
 
@@ -233,22 +232,21 @@ def _alone(model: Any, memory: TieredMemory, options: CacheOptions) -> SingleRun
         raise UnsupportedError(f"{type(model).__name__} cannot be tried: {type(error).__name__}: {error}") from error
     problems = list[str]()
     for cached in (True, False):
-        runner = SingleRunner(model, memory, options, cached=cached)
-        try:
-            problem = _differs_alone(runner, prompts, wanted, wholes, model)
-        except _NO_ROOM:
-            runner.close()
-            raise
-        except Exception as error:  # whatever a model does with a cache that it does not know
-            problem = f"{type(error).__name__}: {error}"
-        if not problem:
-            if not cached:
-                _LOG.warning(
-                    "%s is run without a cache, and each step computes all tokens: %s.",
-                    *(type(model).__name__, problems[0]),
-                )
-            return runner
-        runner.close()
+        with _undone(runner := SingleRunner(model, memory, options, cached=cached)) as undo:
+            try:
+                problem = _differs_alone(runner, prompts, wanted, wholes, model)
+            except _NO_ROOM:
+                raise
+            except Exception as error:  # whatever a model does with a cache that it does not know
+                problem = f"{type(error).__name__}: {error}"
+            if not problem:
+                if not cached:
+                    _LOG.warning(
+                        "%s is run without a cache, and each step computes all tokens: %s.",
+                        *(type(model).__name__, problems[0]),
+                    )
+                undo.pop_all()
+                return runner
         problems.append(problem)
     with_cache, without = problems
     raise UnsupportedError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import gc
 import sys
 import weakref
 from collections.abc import Callable
@@ -90,8 +91,8 @@ def test_an_interrupt_leaves_the_lock_of_changes_to_nobody() -> None:
 def test_a_model_that_was_to_be_enabled_is_as_it_was(twice: bool) -> None:
     model = build_model("llama", "eager")
     outer = kvtier.enable(model) if twice else None
-    before, at = names(model), 0
-    while (error := interrupted(lambda: enable.enable_for(model, "An Engine"), at)) is not None:
+    before, at, handles = names(model), 0, list[enable.Enabled]()
+    while (error := interrupted(lambda: handles.append(enable.enable_for(model, "An Engine")), at)) is not None:
         assert free()
         assert names(model) == before
         del error
@@ -101,6 +102,10 @@ def test_a_model_that_was_to_be_enabled_is_as_it_was(twice: bool) -> None:
         kvtier.disable(model)
     (entry,) = enable._entries(model)
     assert [x.user for x in entry.claims] == [*[""] * twice, "An Engine"]
+    handles.clear()  # as an interrupt does that comes before anybody has kept it
+    gc.collect()  # frames that were traced
+    assert names(model) == before
+    assert [x.user for entry in enable._entries(model) for x in entry.claims] == [""] * twice
     del outer
 
 

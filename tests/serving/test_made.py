@@ -1,0 +1,98 @@
+"""An engine that is not made, since an interrupt ends its trial: the model and the memory are as they were before."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from cut_short import interrupted
+from families import build_model
+from transformers import PreTrainedModel
+from workloads import MODELS
+
+import kvtier
+from kvtier import Engine, TieredMemory
+
+#: Lines of the making of an engine at which an interrupt comes; KVTIER_TEST_LINES asks for more.
+LINES = int(os.environ.get("KVTIER_TEST_LINES", "40"))
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+#: Of a number of lines that no call has.
+MANY = 1 << 40
+
+
+def model_of(name: str) -> PreTrainedModel:
+    family, attention, settings, _ = MODELS[name]
+    return build_model(family, attention, **settings)
+
+
+def attention_of(model: PreTrainedModel) -> set[str | None]:
+    return {getattr(x.config, "_attn_implementation", None) for x in model.modules() if hasattr(x, "config")}
+
+
+@contextmanager
+def interrupts(model: PreTrainedModel, at: int) -> Iterator[list[int]]:
+    """The forward of this number ends with an interrupt. The forwards, in a list of their numbers."""
+    count = list[int]()
+
+    def began(*args: Any) -> None:
+        count.append(len(count))
+        if count[-1] == at:
+            raise KeyboardInterrupt
+
+    with model.register_forward_pre_hook(began):
+        yield count
+
+
+def check_works(model: PreTrainedModel, memory: TieredMemory, before: set[str | None]) -> None:
+    assert attention_of(model) == before
+    kvtier.disable(model)  # nobody has it
+    assert not memory.owners
+    assert memory.stats.host.used_blocks == 0
+
+
+@pytest.mark.parametrize("name", ["llama", "falcon", "jamba"])
+def test_whichever_forward_of_a_trial_is_interrupted_leaves_nothing_whoever_keeps_the_traceback(name: str) -> None:
+    """As an interactive Python keeps the last one."""
+    model, kept = model_of(name), list[KeyboardInterrupt]()
+    before = attention_of(model)
+    with TieredMemory(host_budget="8MiB") as memory:
+        with interrupts(model, MANY) as all_of_them:
+            Engine(model, memory=memory, block_size=4).close()
+        assert len(all_of_them) > 5
+        for at in all_of_them:
+            with interrupts(model, at), pytest.raises(KeyboardInterrupt) as caught:
+                Engine(model, memory=memory, block_size=4)
+            kept.append(caught.value)
+            check_works(model, memory, before)
+
+
+def test_at_whichever_line_an_interrupt_comes_nothing_is_left_of_an_engine() -> None:
+    model, engines = model_of("llama"), list[Engine]()
+    before = attention_of(model)
+    with TieredMemory(host_budget="8MiB") as memory:
+
+        def make() -> None:
+            engines.append(Engine(model, memory=memory, block_size=4))
+
+        make()  # what is read or compiled once
+        engines.pop().close()
+        lines = MANY - interrupted(make, MANY)
+        engines.pop().close()
+        assert lines > 1000
+        chosen = random.Random(0).sample(range(1, lines), min(LINES, lines - 1))
+        # The last ones are those in which it is handed over.
+        for at in sorted({*chosen, *range(lines - 20, lines)}):
+            if interrupted(make, at):  # there were fewer this time
+                engines.pop().close()
+            gc.collect()
+            check_works(model, memory, before)
+        make()
+        name = engines[0].add_request(PROMPT, max_new_tokens=4, do_sample=False)
+        while not engines[0].output(name).is_finished():
+            engines[0].step()
+        engines.pop().close()
