@@ -380,8 +380,10 @@ class CostModel:
 
     def _is_late(self, record: StepRecord, prediction: Prediction, for_copies: float) -> bool:
         """Whether a step waited for the link, so that the linear part is at most what is left of it. Where nobody
-        chooses another share that is taken for it."""
+        chooses another share that is taken for it. Of a step in which no layer stalled it is not enough that it was
+        predicted to."""
         waited = prediction.fetching > (1 - JUMP) * (prediction.base + prediction.exposed)
+        waited = waited and record.stall_seconds > STALLED * record.seconds
         waited = waited or for_copies > STALLED * record.seconds
         return waited and self._chooses and bool(prediction.waits)
 

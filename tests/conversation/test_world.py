@@ -46,7 +46,7 @@ def test_in_every_world_tokens_are_right_and_all_drains(share: int) -> None:
         for seed in range(FIRST + share, FIRST + WORLDS, SHARES):
             for what, count in check(seed).items():
                 did[what] = did.get(what, 0) + count
-    if WORLDS >= 5000:  # else some of it may not come by
+    if WORLDS >= 10000:  # else some of it may not come by
         faults = ("killed", "rot", "flip", "a transfer fails", "interrupted", "raised", "not opened", "resize", "give")
         for what in (*faults, "saved one", "saved soon", "upkeep", "verify", "train", "adapter", "guest", "chat"):
             assert did.get(what), f"in no world: {what}"

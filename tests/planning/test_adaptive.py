@@ -100,6 +100,7 @@ def test_in_settings_that_are_hard_to_tell_it_is_as_close(seed: int, share: floa
         pytest.param(Trial.drawn, 162, 6 / 16, id="so it does where the first copies are small"),
         pytest.param(Trial.even, 147, 1 / 16, id="what is probed shows another rate of the host"),
         pytest.param(Trial.even, 347, 4 / 16, id="by the estimates, nothing is worth fetching"),
+        pytest.param(Trial.even, 7, 15 / 16, id="steps are predicted to wait for the link, and do not"),
     ],
 )
 def test_what_estimates_are_wrong_about_is_soon_found_out(

@@ -64,11 +64,15 @@ class Told:
         self.policy = Adaptive(TRUE)
         self.rates = TRUE
 
-    def run(self, steps: int, factor: Callable[[float, int], float] = lambda share, step: 1.0) -> None:
+    def run(
+        self, steps: int, factor: Callable[[float, int], float] = lambda share, step: 1.0, stalled: float = 0.0
+    ) -> None:
+        """`stalled`: the part of each step in which layers wait for copies, at the least."""
         for step in range(steps):
             self.policy.plan(STATE)
             record = step_of(self.rates, self.share)
             record.seconds *= factor(self.share, step)
+            record.stall_seconds = max(record.stall_seconds, stalled * record.seconds)
             self.policy.observe(record)
 
     @property
@@ -200,12 +204,25 @@ def test_what_is_idle_behind_a_link_that_is_late_is_no_linear_part() -> None:
 
 def test_a_policy_that_chooses_does_not_take_waits_for_computing() -> None:
     told = Told()
-    told.run(40)
+    told.run(40, stalled=0.02)
     model = told.policy.model(1)
     assert model is not None
     before = model.linear
-    told.run(100, lambda share, step: 1.1)  # no rate is another one, and no stall is longer
+    told.run(100, lambda share, step: 1.1, stalled=0.02)  # no rate is another one, and layers waited before, too
     assert model.linear == pytest.approx(before)
+
+
+def test_where_no_layer_waits_for_copies_longer_steps_are_taken_for_computing() -> None:
+    """However near to waiting for the link they were predicted to be, as they are with the best share."""
+    told = Told()
+    told.run(40)
+    model = told.policy.model(1)
+    assert model is not None
+    assert model.linear == pytest.approx(LINEAR)
+    expected = step_of(TRUE, told.share).seconds
+    assert expected == pytest.approx(model.step(alike(LAYERS), told.share).fetching, rel=0.1)
+    told.run(100, lambda share, step: 1.1)
+    assert model.linear > 1.02 * LINEAR
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.95, 1.0])
