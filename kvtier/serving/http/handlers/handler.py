@@ -158,17 +158,16 @@ class Handler(BaseHandler):
         """Refuse a last message that no answer goes on from. Raises `Refusal`."""
         if message["role"] != "assistant":
             raise invalid("continue_final_message", "the last message is not of the assistant")
-        if message.get("tool_calls") or not isinstance(message.get("content"), str):
-            raise invalid("continue_final_message", "the last message has content and no calls of tools")
+        if message.get("tool_calls"):
+            raise invalid("continue_final_message", "the last message has calls of tools")
 
     def _begun(self, messages: Sequence[Mapping[str, Any]], given: Mapping[str, Any]) -> str:
         """What of the last message a prompt ends with. Raises `Refusal`: it does not."""
         try:
             return begun_text(self.served.tokenizer, messages, given)[1]
         except (TypeError, ValueError) as error:
-            raise invalid(
-                "continue_final_message", f"the model's tokenizer continues no such message: {error}"
-            ) from error
+            # What the error says may have all that the template renders in it, a system prompt of its own too.
+            raise invalid("continue_final_message", "the model's tokenizer continues no such message") from error
         except Exception as error:  # of the template, which may ask for anything
             raise self._refused(error) from error
 
