@@ -366,10 +366,11 @@ class PackedForward(PlannedForward):
         """A layer without tokens, in which these sequences are."""
         memory, owner = self.memory, self._held.owner
         layer = PackedLayerKV(index, layout, device, memory.block_set(owner, device, layout, index), owner.counters)
-        self._held.readers[index] = LayerReader(layer, memory, owner, host_attention=self.options.host_attention)
         self._schedules.pop(device, None)
         for sequence in sequences:
             self._enter(sequence, index, layer, BlockTable())
+        # Last: what undoes an interrupted step finds a table in each sequence for each layer that is held.
+        self._held.readers[index] = LayerReader(layer, memory, owner, host_attention=self.options.host_attention)
         return layer
 
     def _admit(self, device: ComputeDevice, segments: Sequence[Segment], to_come: int) -> None:

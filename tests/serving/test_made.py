@@ -71,30 +71,30 @@ def test_whichever_forward_of_a_trial_is_interrupted_leaves_nothing_whoever_keep
             check_free(model, memory, before)
 
 
-@pytest.mark.parametrize("part", ["serving/runners/choice.py", "serving/engine.py"])
+@pytest.mark.parametrize("part", ["", "serving/runners/choice.py", "serving/engine.py", "forward/packed.py"])
 def test_at_whichever_line_of_its_making_an_interrupt_comes_nothing_is_left_of_an_engine(part: str) -> None:
     model, engines = model_of("llama"), list[Engine]()
     before = attention_of(model)
-    with TieredMemory(host_budget="8MiB") as memory:
 
-        def make() -> None:
-            engines.append(Engine(model, memory=memory, block_size=4))
-
-        make()  # what is read or compiled once
-        engines.pop().close()
-        lines = MANY - interrupted(make, MANY, part)
-        engines.pop().close()
-        assert lines > 20
-        chosen = random.Random(0).sample(range(1, lines), min(LINES, lines - 1))
-        # The last ones are those in which it is handed over.
-        for at in sorted({*chosen, *range(lines - 20, lines)}):
-            interrupted(make, at, part)
-            while engines:  # there were fewer lines this time
+    def interrupted_at(at: int) -> int:
+        with TieredMemory(host_budget="8MiB") as memory:  # which is closed: nobody uses it
+            left = interrupted(lambda: engines.append(Engine(model, memory=memory, block_size=4)), at, part)
+            # Whoever interrupts it may not get an engine of another kind instead.
+            assert not engines or engines[0].runner == "packed"
+            while engines:  # there are fewer lines than that
                 engines.pop().close()
             gc.collect()
-            check_free(model, memory, before)
-        make()
-        name = engines[0].add_request(PROMPT, max_new_tokens=4, do_sample=False)
-        while not engines[0].output(name).is_finished():
-            engines[0].step()
-        engines.pop().close()
+            assert attention_of(model) == before
+            kvtier.disable(model)  # nobody has it
+            assert memory.stats.host.used_blocks == 0
+        return left
+
+    interrupted_at(MANY)  # what is read or compiled once
+    lines = MANY - interrupted_at(MANY)
+    assert lines > 20
+    chosen = random.Random(lines).sample(range(1, lines), min(LINES, lines - 1))
+    # The last ones are those in which it is handed over.
+    for at in sorted({*chosen, *range(lines - 20, lines)}):
+        interrupted_at(at)
+    with Engine(model, host_budget="8MiB", block_size=4) as engine:
+        assert len(engine.generate_batch([PROMPT], max_new_tokens=4, do_sample=False)) == 1

@@ -105,12 +105,11 @@ class Kept:
         self._new_cache = new_cache
         self.retention: Retention[ParkedSequence] = Retention(policy, _CAPACITY)
         with memory.lock, memory.change:
-            self.parked = ParkedSequences(memory)
+            # An interrupt in the midst of the finalizer, which is Python, costs it: the memory looks itself then.
+            self.parked = ParkedSequences(memory, weakref.ref(self))
         # Who drops this on a memory of others gives back what it held, once nothing of it is being saved.
         self._finalizer = weakref.finalize(self, memory.recovery.abandon, self.parked.abandon)
         self._finalizer.atexit = False
-        # An interrupt in the midst of the finalizer, which is Python, costs it: the memory looks itself then.
-        self.parked.owner.user, self.parked.owner.release = weakref.ref(self), self.parked.abandon
         self.parked.shortened = _weakly(self._shortened, None)
         self.parked.victims = _weakly(self._victims, [])
         self.parked.recovered = _weakly(self._recover, None)

@@ -8,8 +8,10 @@ a sequence goes first, for what precedes it is of use without it and not the oth
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from kvtier.errors import MismatchError
 from kvtier.memory.access.change import undone
@@ -34,6 +36,7 @@ class ParkedSequences:
 
     Args:
         memory: that they are in.
+        user: without which nobody uses them; None: `abandon` is called by whoever has them.
 
     Attributes:
         sequences: in the order in which they give up room: the first is the first to.
@@ -43,9 +46,8 @@ class ParkedSequences:
             some may be dropped, or shorter, of which `shortened` was not called.
     """
 
-    def __init__(self, memory: TieredMemory) -> None:
+    def __init__(self, memory: TieredMemory, user: weakref.ref[Any] | None = None) -> None:
         self.memory = memory
-        self.owner = memory.enter(memory.new_owner())
         self.sequences: OrderedDict[ParkedSequence, None] = OrderedDict()
         self._pinned: dict[ParkedSequence, None] = {}
         self.shortened: Shortened = lambda sequence: None
@@ -53,6 +55,10 @@ class ParkedSequences:
         self.recovered: Callable[[], None] = lambda: None
         self._layers: dict[int, ParkedLayer] = {}
         self._on_device = OnDevice(self._layers)
+        self.owner = memory.new_owner()
+        if user is not None:
+            self.owner.user, self.owner.release = user, self.abandon
+        memory.enter(self.owner)  # whatever cuts this short, the memory finds that its user is gone
         memory.parked.append(self)
 
     # Park, continue, drop
