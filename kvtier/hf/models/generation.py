@@ -172,6 +172,12 @@ def keeps_positions(model: Any) -> bool:
     return any("rope_deltas" in vars(module) for module in model.modules())
 
 
+def goes_on_from_other_calls(model: Any) -> bool:
+    """Whether a model that is told no positions goes on from those of its last call, of other rows or of an image, and
+    can be told."""
+    return keeps_positions(model) and reads_positions(model)
+
+
 def device_of(model: Any) -> torch.device:
     """Where a model computes. Weights that `accelerate` offloads are on the meta device between forwards."""
     device = torch.device(model.device)

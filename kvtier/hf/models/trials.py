@@ -12,10 +12,9 @@ from transformers import DynamicCache, GenerationConfig
 from kvtier.hf.models.generation import (
     cache_argument,
     device_of,
+    goes_on_from_other_calls,
     inner,
-    keeps_positions,
     positions,
-    reads_positions,
     takes_logits_to_keep,
 )
 from kvtier.hf.models.names import CACHE
@@ -37,11 +36,6 @@ def recomputed(model: Any, ids: torch.Tensor, layers: Collection[int]) -> dict[i
     return {i: (cache.layers[i].keys, cache.layers[i].values) for i in layers}
 
 
-def to_be_told_positions(model: Any) -> bool:
-    """Whether a model that is told no positions goes on from those of its last call, of other rows or of an image."""
-    return keeps_positions(model) and reads_positions(model)
-
-
 def scores_in_parts(
     model: Any, ids: Sequence[int], parts: Sequence[int]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -49,7 +43,7 @@ def scores_in_parts(
     forward without a cache."""
     row = torch.tensor([list(ids)], device=device_of(model))
     found, start, name = list[torch.Tensor](), 0, cache_argument(model)
-    told = to_be_told_positions(model)
+    told = goes_on_from_other_calls(model)
 
     def at(start: int, stop: int) -> dict[str, torch.Tensor]:
         return {"position_ids": torch.arange(start, stop, device=row.device)[None]} if told else {}
@@ -116,7 +110,7 @@ def next_scores(model: Any, ids: Sequence[int], cache: Any, *, told: bool = Fals
 
     Args:
         cache: of the first tokens; it must lack at least one. None: every token is computed, and no cache is made.
-        told: the positions of the tokens are given to the model (`to_be_told_positions`).
+        told: the positions of the tokens are given to the model (`goes_on_from_other_calls`).
     """
     # Said, as the model's own config may say otherwise (MPT's does).
     given: dict[str, Any] = {"use_cache": False} if cache is None else {"use_cache": True, cache_argument(model): cache}

@@ -51,7 +51,7 @@ def parsers_of(
     count: int = 1,
     *,
     plain: bool = False,
-    begun: str | None = None,
+    begun: tuple[str, str] | None = None,
 ) -> list[Parser | None]:
     """The parsers of several answers to a prompt, which is decoded and read once. None: nothing is known of how this
     model marks what it writes, or all that is said is text.
@@ -62,7 +62,8 @@ def parsers_of(
         count: of answers.
         plain: all is text, whatever it looks like, but for what the prompt has begun, or else the thought that the
             answer begins with.
-        begun: how the client begins the answer, with which the prompt ends; None: it does not.
+        begun: the text of the prompt before the beginning that the client gives the answer, and that beginning; None:
+            it gives none.
     """
     template = get_response_template(tokenizer, model)
     if template is None:
@@ -95,13 +96,13 @@ def _loaded(template: Any) -> Any:
     return ResponseParser(template, prefix="")._spec
 
 
-def _of_marks(tokenizer: Any, ids: Sequence[int], begun: str | None = None) -> Parser | None:
+def _of_marks(tokenizer: Any, ids: Sequence[int], begun: tuple[str, str] | None = None) -> Parser | None:
     """The parser of a model that Transformers has no template for: where its tokenizer has the marks of thoughts as
     tokens of their own, an answer may begin with a thought, and all else is text. None: it has none.
 
     Args:
         ids: of the prompt. Only what is at its end counts, for marks may be in what a user writes.
-        begun: how the client begins the answer, with which the prompt ends.
+        begun: see `parsers_of`.
     """
     added = _added(tokenizer)
     tokens = {str(token) for token in added.values()}
@@ -114,7 +115,7 @@ def _of_marks(tokenizer: Any, ids: Sequence[int], begun: str | None = None) -> P
     begin, end = marks
     # A mark counts when something has come behind it: until then its pattern might go on.
     if begun is not None:
-        prefix = _marked(tokenizer.decode(list(ids)).removesuffix(begun), begun, begin, end)
+        prefix = _marked(*begun, begin, end)
     elif tail == begin:
         prefix = f"{begin}\n"
     elif tail == end:
@@ -129,10 +130,14 @@ def _of_marks(tokenizer: Any, ids: Sequence[int], begun: str | None = None) -> P
 
 
 def _marked(before: str, begun: str, begin: str, end: str) -> str:
-    """An answer that the client begins, with the marks that the template has written before that."""
+    """An answer that the client begins, with the marks that the template has written before that. An empty thought of
+    the template's is not the answer's where the client begins another one."""
     before = before.rstrip()
-    lead = f"{begin}\n" if before.endswith(begin) else f"{begin}\n{end}\n" if before.endswith(end) else ""
-    return f"{lead}{begun}"
+    if before.endswith(begin):
+        return f"{begin}\n{begun}"
+    if before.endswith(end) and not begun.lstrip().startswith(begin):
+        return f"{begin}\n{end}\n{begun}"
+    return begun
 
 
 @functools.cache

@@ -38,7 +38,7 @@ class SingleRunner(Runner):
         self._constant = of.length_of_constant_positions(self._config)
         self._stretched = Stretched(of.inner(model))
         #: What else calls the model between two steps changes the positions that it goes on from.
-        self._told = trials.to_be_told_positions(model)
+        self._told = of.goes_on_from_other_calls(model)
         self._live: dict[_Alone, None] = {}
 
     def add(self) -> _Alone:

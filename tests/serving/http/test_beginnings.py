@@ -10,7 +10,7 @@ import openai
 import pytest
 import torch
 from servers import NAME, Running, serving
-from tokenizers import decoders
+from tokenizers import decoders, normalizers
 from transformers.cli.serving import utils
 
 from kvtier.serving.http.answers import Answer
@@ -25,7 +25,7 @@ CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
 TRIMS = CHATML.replace("m.content", "m.content | trim")
 OTHER = CHATML.replace("m.content", "m.content | upper")
 QWEN = next(x for types, x in utils._RESPONSE_TEMPLATE_FALLBACKS.items() if "qwen3" in types)
-BEGINS = ("def first(items):\n    for x in", "    return ", "class", "")
+BEGINS = ("def first(items):\n    for x in", "    return ", "class")
 
 
 def of(trained: tuple[Any, Any], template: str | None) -> tuple[Any, Any]:
@@ -85,7 +85,7 @@ def test_an_answer_goes_on_as_generate_does_streamed_or_not(server: tuple[Runnin
     whole = ask(running, messages, n=2, body={"add_generation_prompt": False})
     assert whole.usage.prompt_tokens == len(ids)
     assert whole.usage.completion_tokens == 2 * len(answer)
-    wanted = text_behind(tokenizer, ids, answer) if begin.strip() else tokenizer.decode(answer)
+    wanted = text_behind(tokenizer, ids, answer)
     assert [x.message.content for x in whole.choices] == [wanted] * 2
     chunks = ask(running, messages, stream=True)
     assert "".join(x.choices[0].delta.content or "" for x in chunks) == wanted
@@ -146,6 +146,10 @@ FORM = {"type": "json_object"}
         (None, [USER], {}, "continue_final_message"),
         (CHATML, [USER, ASSISTANT | {"tool_calls": [CALL]}], {}, "continue_final_message"),
         (CHATML, [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}], {}, "continue_final_message"),
+        (CHATML, [USER, ASSISTANT | {"content": ""}], {}, "continue_final_message"),
+        (None, [USER, ASSISTANT | {"content": []}], {}, "continue_final_message"),
+        # Of it nothing is left, and the prompt would end within what begins an answer.
+        (TRIMS, [USER, ASSISTANT | {"content": " \n"}], {}, "continue_final_message"),
         (CHATML, [USER, ASSISTANT], {"response_format": FORM}, "continue_final_message"),
         (OTHER, [USER, ASSISTANT | {"content": "It is"}], {}, "continue_final_message"),
         ("{{ messages[0].content }}", [USER, ASSISTANT], {}, "continue_final_message"),
@@ -168,6 +172,15 @@ def test_what_cannot_be_gone_on_from_is_refused_by_name(
         ask(shared, messages, body=body)
     assert refused.value.param == field
     assert str(field) in str(refused.value)
+
+
+def test_a_refusal_does_not_say_what_the_template_renders(shared: Running) -> None:
+    shared.server.manager.tokenizer.chat_template = "A secret of the template's.\n" + OTHER
+    with pytest.raises(openai.BadRequestError) as refused:
+        ask(shared, [USER | {"content": "x" * 5000}, ASSISTANT | {"content": "It is"}])
+    assert refused.value.param == "continue_final_message"
+    assert "secret" not in str(refused.value)
+    assert len(str(refused.value)) < 500
 
 
 @pytest.fixture(scope="module")
@@ -196,26 +209,47 @@ def test_what_begins_an_answer_may_be_left_out(shared: Running) -> None:
         assert ask(shared, [USER], max_tokens=1, body=body).usage.prompt_tokens == len(ids)
 
 
-@pytest.mark.parametrize("response_template", [None, QWEN], ids=["marks", "qwen"])
-@pytest.mark.parametrize("header", ["<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n"])
-@pytest.mark.parametrize(
-    "begin", ["<think>", "<think>So", "<think>So</think>", "<think>So</think>It", "It", "So</think>It"]
+HEADERS = (
+    "<|im_start|>assistant\n",
+    "<|im_start|>assistant\n<think>\n",
+    "<|im_start|>assistant\n<think>\n\n</think>\n\n",
 )
+THOUGHTS = (
+    "<think>",
+    "<think>So",
+    "<think>So</think>",
+    "<think>So</think>It",
+    "It",
+    "So</think>It",
+    "caf\u00e9",
+    "cafe\u0301",
+)
+#: Behind an open thought no other one begins; a mark that ends none is text, which is read alike by nobody.
+BEGUN = [
+    (header, begin)
+    for header in HEADERS
+    for begin in THOUGHTS
+    if not (header.endswith("<think>\n") and begin.startswith("<think>"))
+    and not (header.endswith("</think>\n\n") and begin.startswith("So</think>"))
+]
+
+
+@pytest.mark.parametrize("response_template", [None, QWEN], ids=["marks", "qwen"])
+@pytest.mark.parametrize(("header", "begin"), BEGUN)
 def test_a_thought_that_the_client_begins_goes_on(
     trained: tuple[Any, Any], response_template: Any, header: str, begin: str
 ) -> None:
     """What comes behind it is what it would be, had the model begun so itself; of it only what is new is said."""
-    if "<think>" in header and begin.startswith("<think>"):
-        return
     model, tokenizer = of(trained, CHATML)
     tokenizer.response_template = response_template
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFC()  # so that decoding does not give each beginning back
     written = header + begin
     thinks = written.count("<think>") > written.count("</think>")
-    ids = tokenizer(f"<|im_start|>user\n</think> <think><|im_end|>\n{written}")["input_ids"]
-    for new, thought, said in ((" it is</think> so", " it is", " so"), (" and on", " and on", "")):
-        if not thinks and "</think>" in new:
-            continue
-        (parser,) = parsers_of(tokenizer, model, ids, None, begun=begin)
+    before = f"<|im_start|>user\n</think> <think><|im_end|>\n{header}"
+    ids = tokenizer(before + begin)["input_ids"]
+    news = (((" it is</think> so", " it is", " so"),) if thinks else ()) + ((" and on", " and on", ""),)
+    for new, thought, said in news:
+        (parser,) = parsers_of(tokenizer, model, ids, None, begun=(before, begin))
         answer = Answer(tokenizer, (), parser, behind=ids)
         parts = answer.feed(RequestOutput("a", ids, tokenizer(new)["input_ids"], finish_reason="stop"))
         found = "".join(x.reasoning for x in parts), "".join(x.text for x in parts)
@@ -249,8 +283,9 @@ def test_a_call_that_the_client_begins_comes_whole(trained: tuple[Any, Any]) -> 
     model, tokenizer = of(trained, CHATML)
     tokenizer.response_template = QWEN
     begin = '<tool_call>\n{"name": "f", '
-    ids = tokenizer(f"<|im_start|>assistant\n{begin}")["input_ids"]
-    (parser,) = parsers_of(tokenizer, model, ids, [{"type": "function", "function": {"name": "f"}}], begun=begin)
+    before, tools = "<|im_start|>assistant\n", [{"type": "function", "function": {"name": "f"}}]
+    ids = tokenizer(before + begin)["input_ids"]
+    (parser,) = parsers_of(tokenizer, model, ids, tools, begun=(before, begin))
     answer = Answer(tokenizer, (), parser, behind=ids)
     new = tokenizer('"arguments": {"a": 1}}\n</tool_call>')["input_ids"]
     parts = answer.feed(RequestOutput("a", ids, new, finish_reason="stop"))

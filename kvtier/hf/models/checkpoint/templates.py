@@ -45,8 +45,8 @@ def _has_own_code(tokenizer: Any) -> bool:
 
 
 def begun_text(tokenizer: Any, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> tuple[str, str]:
-    """The text of a prompt that ends within its last message, and what of that message it ends with: a template may
-    leave out spaces around it.
+    """A prompt that ends within its last message: its text before that message, and what of the message it ends with,
+    for a template may leave out spaces around it.
 
     Args:
         tokenizer: that makes prompts, see `makes_prompts`.
@@ -54,13 +54,14 @@ def begun_text(tokenizer: Any, messages: Sequence[Mapping[str, Any]], options: M
         options: what the template is given besides.
 
     Raises:
-        ValueError: the prompt ends with something else. Others are of the tokenizer, which continues no message.
+        ValueError: the prompt ends with something else, or the template leaves nothing of the message: the prompt would
+            end within what begins an answer. Others are of the tokenizer, which continues no message.
     """
     text = tokenizer.apply_chat_template(list(messages), tokenize=False, **{**options, **CONTINUES})
     begin = messages[-1]["content"]
     for written in (begin, begin.rstrip(), begin.lstrip(), begin.strip()):
-        if isinstance(text, str) and text.endswith(written):
-            return text, written
+        if written and isinstance(text, str) and text.endswith(written):
+            return text.removesuffix(written), written
     raise ValueError("it does not end a prompt with it")
 
 

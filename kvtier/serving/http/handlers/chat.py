@@ -26,7 +26,9 @@ class ChatHandler(Handler):
         ids = await self.manager.read(self.prompt_of, messages_of(body), asked)
         parsers = await self.manager.read(self.parsers, ids, asked)
         asked.grammar = await self.grammar(asked, parsers[0])
-        answers = await self.manager.generate([ids], asked, self.visit, parsers=parsers, goes_on=bool(asked.begun))
+        answers = await self.manager.generate(
+            [ids], asked, self.visit, parsers=parsers, goes_on=asked.begun is not None
+        )
         reply = _Reply(self, answers)
         if asked.stream:
             return streamed(reply.events(asked))

@@ -136,9 +136,10 @@ class Handler(BaseHandler):
         if asked.continues:
             self._check_begins(plain[-1])
         if not makes_prompts(tokenizer):
-            asked.begun = str(plain[-1]["content"]) if asked.continues else None
-            text = "".join(str(message["content"]) for message in plain)
-            return self.ids_of(text)
+            *before, last = [str(message["content"]) for message in plain]
+            if asked.continues:
+                asked.begun = "".join(before), last
+            return self.ids_of("".join([*before, last]))
         own = {"tools": asked.tools, "add_generation_prompt": True}
         given = {**own, **self.served.template, **asked.template}
         if asked.continues:
@@ -160,11 +161,13 @@ class Handler(BaseHandler):
             raise invalid("continue_final_message", "the last message is not of the assistant")
         if message.get("tool_calls"):
             raise invalid("continue_final_message", "the last message has calls of tools")
+        if not message["content"]:
+            raise invalid("continue_final_message", "the last message is empty: leave it out")
 
-    def _begun(self, messages: Sequence[Mapping[str, Any]], given: Mapping[str, Any]) -> str:
-        """What of the last message a prompt ends with. Raises `Refusal`: it does not."""
+    def _begun(self, messages: Sequence[Mapping[str, Any]], given: Mapping[str, Any]) -> tuple[str, str]:
+        """See `begun_text`. Raises `Refusal`: the prompt does not end so."""
         try:
-            return begun_text(self.served.tokenizer, messages, given)[1]
+            return begun_text(self.served.tokenizer, messages, given)
         except (TypeError, ValueError) as error:
             # What the error says may have all that the template renders in it, a system prompt of its own too.
             raise invalid("continue_final_message", "the model's tokenizer continues no such message") from error

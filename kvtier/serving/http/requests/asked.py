@@ -127,7 +127,8 @@ class Asked:
         tools: that the model may call.
         template: what the chat template is given besides messages.
         continues: whether the answer goes on from the last message, which is how it begins.
-        begun: of that message what the prompt ends with, once there is a prompt; None: it begins no answer.
+        begun: once there is a prompt, its text before that message, and what of the message it ends with; None: it
+            begins no answer.
         form: the JSON schema of an answer, and the field that has it; None: it is any text.
         grammar: made of that.
     """
@@ -149,7 +150,7 @@ class Asked:
     tools: list[dict[str, Any]] | None = None
     template: dict[str, Any] = field(default_factory=dict)
     continues: bool = False
-    begun: str | None = None
+    begun: tuple[str, str] | None = None
     form: tuple[str, Mapping[str, Any]] | None = None
     grammar: Grammar | None = None
 
